@@ -1,0 +1,31 @@
+"""Every figure of the study, drawn from tables only.
+
+A drawing function takes the table (a data frame or a file), checks it, and returns the figure with the table of the
+numbers in it; `save` writes both. Colours, sizes and the file formats are in `style`, the paper's numbers in
+`published`. Each figure says in small print whether it was measured, and at which scale, or published.
+
+    figure, table = figures.stages("runs/laptop/search/06_benchmark_eval/summary.csv")
+    figures.save(figure, table, "figures", "stages")
+"""
+
+from alar.figures.modes import latent_share, trajectory
+from alar.figures.results import accuracy_against_tokens, controls, oracle, question_types, stages
+from alar.figures.schematic import method
+from alar.figures.style import save
+from alar.figures.training import LiveDynamics, dynamics, losses, reward_shapes
+
+__all__ = [
+    "LiveDynamics",
+    "accuracy_against_tokens",
+    "controls",
+    "dynamics",
+    "latent_share",
+    "losses",
+    "method",
+    "oracle",
+    "question_types",
+    "reward_shapes",
+    "save",
+    "stages",
+    "trajectory",
+]

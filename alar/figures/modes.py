@@ -1,0 +1,192 @@
+"""When the policy thinks aloud: latent share by question type and turn, and one real trajectory."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from alar import tables
+from alar.figures.style import (
+    BLUE,
+    GREY,
+    MEASURED,
+    MODE_COLOURS,
+    MODE_NAMES,
+    PAGE,
+    VERMILLION,
+    Source,
+    footnote,
+    interval_bars,
+    new_figure,
+    panel_letter,
+    percent_axis,
+    styled,
+    system_name,
+    type_name,
+)
+
+_BLOCK_END = re.compile(r"(?<=</think>)|(?<=</latent>)")
+_HARD_SHARE = 0.5  # a turn position counts as hard when at least half of its turns are
+
+
+@styled
+def latent_share(
+    shares: Source,
+    *,
+    systems: tuple[str, ...] = ("warmup", "alar"),
+    min_turns: int = 10,
+    scale: str = MEASURED,
+) -> tuple[Figure, pd.DataFrame]:
+    """Latent share by question type and turn, one panel per system, hard turns marked.
+
+    `shares` comes from `alar.statistics.mode_share`. Positions that fewer than `min_turns` turns reached are left
+    out, unless that would leave nothing.
+    """
+    shares = tables.read(shares, tables.MODE_SHARE)
+    absent = [name for name in systems if name not in set(shares["system"])]
+    if absent:
+        raise tables.TableError(
+            f"table 'mode share': column 'system' has no '{absent[0]}'; it has "
+            f"{', '.join(tables.in_order(shares['system'], tables.SYSTEMS))}; {tables.MODE_SHARE.origin}"
+        )
+    shown = shares[shares["system"].isin(systems)]
+    if (shown["n"] >= min_turns).any():
+        shown = shown[shown["n"] >= min_turns]
+    types = tables.in_order(shown["question_type"], tables.QUESTION_TYPES)
+    places = _places(shown, types)
+    figure = new_figure(PAGE, 0.9 + 1.25 * len(systems))
+    grid = figure.subplots(len(systems), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for index, (axes, system) in enumerate(zip(grid, systems, strict=True)):
+        _share_panel(axes, shown[shown["system"] == system], places)
+        axes.set_title(f"{panel_letter(index)}   {system_name(system)}")
+        axes.set_ylabel("Latent share (%)")
+        axes.set_ylim(-0.05, 1.05)
+        percent_axis(axes.yaxis)
+    _label_types(grid[-1], types, places)
+    grid[0].legend(
+        handles=[
+            Line2D([], [], marker="o", color=BLUE, linestyle="none", label="easy turn"),
+            Line2D([], [], marker="D", color=VERMILLION, linestyle="none", label="hard turn"),
+        ],
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        borderaxespad=0.2,
+        ncols=2,
+    )
+    footnote(figure, f"{scale} · n = {_range(shown['n'])} turns per point · bars: 95 % intervals, Wilson")
+    return figure, shown.reset_index(drop=True)
+
+
+@styled
+def trajectory(example: Source, *, scale: str = MEASURED, width: int = 84) -> tuple[Figure, pd.DataFrame]:
+    """Tokens per turn on one question, a bar per turn and system, beside what the turn says."""
+    example = tables.read(example, tables.EXAMPLE_TURNS)
+    questions = list(dict.fromkeys(example["question"]))
+    example = example[example["question"] == questions[0]]
+    systems = tables.in_order(example["system"], tables.SYSTEMS)
+    order = pd.Categorical(example["system"], categories=systems)
+    rows = example.assign(order=order).sort_values(["order", "turn"], ignore_index=True).drop(columns="order")
+    figure = new_figure(PAGE, 1.0 + 0.3 * len(rows) + 0.12 * len(systems))
+    axes, text = figure.subplots(1, 2, sharey=True, width_ratios=[1, 1.55])
+    heights, height = [], 0.0
+    for row in rows.itertuples():
+        if heights and row.system != rows["system"].iloc[len(heights) - 1]:
+            height += 0.7
+        heights.append(height)
+        height += 1.0
+    for place, row in zip(heights, rows.itertuples(), strict=True):
+        axes.barh(place, row.tokens, height=0.72, color=MODE_COLOURS[row.mode])
+        axes.text(row.tokens + 0.02 * rows["tokens"].max(), place, f"{row.tokens:g}", va="center", fontsize=6.3)
+        text.text(0, place, _excerpt(row.text, width), va="center", fontsize=5.8, linespacing=1.25, parse_math=False)
+    labels = [f"turn {row.turn}{'  (hard)' if row.hard else ''}" for row in rows.itertuples()]
+    axes.set_yticks(heights, labels)
+    for label, hard in zip(axes.get_yticklabels(), rows["hard"], strict=True):
+        label.set_fontweight("bold" if hard else "normal")
+    for system in systems:
+        ours = rows["system"] == system
+        top = min(place for place, member in zip(heights, ours, strict=True) if member)
+        total = rows.loc[ours, "tokens"].sum()
+        text.text(0, top - 0.72, f"{system_name(system)}: {total:g} tokens", fontsize=6.5, fontweight="bold",
+                  va="center")
+    axes.set_ylim(heights[-1] + 0.6, -1.1)
+    axes.set_xlim(0, 1.14 * rows["tokens"].max())
+    axes.set_xlabel("Generated tokens in the turn")
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="y", visible=False)
+    text.set_xlim(0, 1)
+    text.axis("off")
+    used = [mode for mode in tables.MODES if (rows["mode"] == mode).any()]
+    text.legend(
+        handles=[Patch(color=MODE_COLOURS[mode], label=MODE_NAMES[mode]) for mode in used],
+        loc="upper right",
+        borderaxespad=0.2,
+        ncols=len(used),
+    )
+    axes.set_title("\n".join(textwrap.wrap(questions[0], 92)), fontsize=7, loc="left", parse_math=False)
+    footnote(figure, f"{scale} · one question, greedy decoding")
+    return figure, rows
+
+
+def _places(shown: pd.DataFrame, types: list[str]) -> dict[tuple[str, int], float]:
+    """Horizontal place of every (question type, turn), with a space between types."""
+    places, x = {}, 0.0
+    for question_type in types:
+        for turn in sorted(set(shown.loc[shown["question_type"] == question_type, "turn"])):
+            places[question_type, turn] = x
+            x += 1.0
+        x += 0.8
+    return places
+
+
+def _share_panel(axes, rows: pd.DataFrame, places: dict[tuple[str, int], float]) -> None:
+    for _, line in rows.groupby("question_type"):
+        line = line.sort_values("turn")
+        x = [places[key] for key in zip(line["question_type"], line["turn"], strict=True)]
+        axes.plot(x, line["latent_share"], color=GREY, linewidth=0.8, zorder=1)
+    axes.grid(axis="x", visible=False)
+    hard = rows["hard_share"] >= _HARD_SHARE
+    for part, colour, marker in ((rows[~hard], BLUE, "o"), (rows[hard], VERMILLION, "D")):
+        x = [places[key] for key in zip(part["question_type"], part["turn"], strict=True)]
+        interval_bars(
+            axes,
+            x,
+            part["latent_share"],
+            part["latent_share_low"],
+            part["latent_share_high"],
+            color=colour,
+            marker=marker,
+        )
+
+
+def _label_types(axes, types: list[str], places: dict[tuple[str, int], float]) -> None:
+    axes.set_xticks(list(places.values()), [f"{turn}" for _, turn in places])
+    for question_type in types:
+        x = [place for (name, _), place in places.items() if name == question_type]
+        axes.annotate(
+            type_name(question_type),
+            ((x[0] + x[-1]) / 2, 0),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(0, -15),
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            fontweight="bold",
+        )
+    axes.set_xlabel("Turn", labelpad=13)
+    axes.set_xlim(-0.6, max(places.values()) + 0.6)
+
+
+def _excerpt(text: str, width: int) -> str:
+    """The reasoning block on one line, the action on the next, both shortened to the width."""
+    block, action = (part.strip() for part in (_BLOCK_END.split(str(text), maxsplit=1) + [""])[:2])
+    return "\n".join(textwrap.shorten(part, width, placeholder=" …") for part in (block, action) if part)
+
+
+def _range(counts: pd.Series) -> str:
+    low, high = int(counts.min()), int(counts.max())
+    return f"{low}" if low == high else f"{low}–{high}"

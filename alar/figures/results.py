@@ -1,0 +1,329 @@
+"""What the evaluation found: accuracy against tokens, stages, question types, inference controls, oracle router.
+
+Every figure reads summaries (`tables.SUMMARY`, made by `alar.statistics.summarise`) and returns the figure with the
+table of what it shows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from alar import tables
+from alar.figures import published
+from alar.figures.style import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    LIGHT,
+    MEASURED,
+    ORANGE,
+    PAGE,
+    PURPLE,
+    SYSTEM_MARKERS,
+    Source,
+    footnote,
+    interval_bars,
+    new_figure,
+    panel_letter,
+    percent_axis,
+    styled,
+    system_colour,
+    system_name,
+    type_name,
+)
+
+_BARS = "bars: 95 % intervals, paired bootstrap"
+_METRIC_TITLES = {
+    "em": "Exact match (%)",
+    "tokens": "Tokens per question",
+    "latent_share": "Latent share of turns (%)",
+    "em_difference": "EM − {reference} (points)",
+    "token_reduction": "Fewer tokens than {reference} (%)",
+}
+_SHARES = ("em", "latent_share", "em_difference", "token_reduction")
+
+_OURS = "this study"
+_SETTING_COLOURS = {"Search-R1 7B": BLUE, "Search-R1 3B": ORANGE, "Qwen3-4B, tools": PURPLE, _OURS: GREEN}
+_METHOD_MARKERS = SYSTEM_MARKERS | {"ThinkPrune": "D", "ShorterBetter": "X", "O1-Pruner": "p"}
+
+
+@styled
+def accuracy_against_tokens(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+    """Accuracy change against token reduction, each from its own base: published points hollow, ours filled.
+
+    The vertical axis is broken where a wide gap would squeeze the points above it.
+    """
+    measured = _rows(summary, "all")
+    points = pd.concat([_published_points(), _measured_points(measured)], ignore_index=True)
+    bands = _bands(points["accuracy_difference_low"], points["accuracy_difference_high"])
+    spans = [high - low for low, high in bands]
+    heights = [spans[0]] + [min(max(span, 0.3 * spans[0]), 0.6 * spans[0]) for span in spans[1:]]
+    figure = new_figure(PAGE, 3.5)
+    grid = figure.subplots(len(bands), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (low, high) in zip(grid, bands, strict=True):
+        axes.axhline(0, color=GREY, linewidth=0.7, linestyle=(0, (4, 2)))
+        axes.axvline(0, color=GREY, linewidth=0.7, linestyle=(0, (4, 2)))
+        for point in points[points["accuracy_difference"].between(low, high)].itertuples():
+            _draw_point(axes, point)
+        axes.set_ylim(low, high)
+        percent_axis(axes.yaxis, ticks=6 if axes is grid[0] else 3)
+    grid[0].plot(0, 0, "*", color=BLACK, markersize=8, zorder=2)
+    percent_axis(grid[-1].xaxis, ticks=10)
+    _mark_breaks(grid)
+    grid[-1].set_xlabel("Fewer generated tokens than the base (%)")
+    figure.supylabel("Accuracy − base (points)", fontsize=7)
+    figure.legend(handles=_point_legend(points), loc="outside right upper", labelspacing=0.45)
+    n = int(measured["n"].iloc[0])
+    footnote(figure, f"hollow: published · filled: {scale}, n = {n} questions, {_BARS}")
+    return figure, points
+
+
+@styled
+def stages(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+    """EM, tokens and latent share of every system, over all questions."""
+    rows = _rows(summary, "all")
+    figure = new_figure(PAGE, 0.9 + 0.21 * len(rows))
+    grid = figure.subplots(1, 3, sharey=True)
+    _dot_panels(grid, rows, ("em", "tokens", "latent_share"))
+    footnote(figure, f"{scale} · n = {int(rows['n'].iloc[0])} questions · {_BARS}")
+    return figure, rows
+
+
+@styled
+def question_types(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+    """EM and tokens of every system, one column per question type."""
+    summary = tables.read(summary, tables.SUMMARY)
+    types = [name for name in tables.in_order(summary["question_type"], tables.QUESTION_TYPES) if name != "all"]
+    shown = summary[summary["question_type"].isin(types)]
+    systems = tables.in_order(shown["system"], tables.SYSTEMS)
+    figure = new_figure(PAGE, 1.2 + 0.34 * len(systems))
+    grid = figure.subplots(2, len(types), sharey=True, squeeze=False)
+    for metric, line in zip(("em", "tokens"), grid, strict=True):
+        for axes, question_type in zip(line, types, strict=True):
+            rows = shown[shown["question_type"] == question_type]
+            _dots(axes, rows, metric, systems)
+            axes.set_title(f"{type_name(question_type)} (n = {int(rows['n'].iloc[0])})" if metric == "em" else "")
+            axes.set_xlim(*_limits(shown, metric))
+    for line, label in zip(grid, (_METRIC_TITLES["em"], "Generated tokens"), strict=True):
+        for axes in line:
+            axes.set_xlabel(label, fontsize=6.5)
+    footnote(figure, f"{scale} · {_BARS}")
+    return figure, shown.reset_index(drop=True)
+
+
+@styled
+def controls(summary: Source, *, reference: str = "intact", scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+    """EM under each tampering with z at inference, and its difference from the untouched latents."""
+    rows = _rows(summary, "all", tables.CONTROLS)
+    _demand_system(rows, reference)
+    figure = new_figure(PAGE, 0.9 + 0.21 * len(rows))
+    grid = figure.subplots(1, 2, sharey=True)
+    _dot_panels(grid, rows, ("em", "em_difference"), reference)
+    grid[1].axvline(0, color=GREY, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
+    footnote(figure, f"{scale} · stage-1 model, n = {int(rows['n'].iloc[0])} questions · {_BARS}")
+    return figure, rows
+
+
+@styled
+def oracle(
+    summary: Source,
+    *,
+    reference: str = "oracle",
+    em_margin: float = 0.04,
+    token_margin: float = 1.25,
+    scale: str = MEASURED,
+) -> tuple[Figure, pd.DataFrame]:
+    """EM and tokens beside the oracle router's, with the band in which a router counts as close to it.
+
+    The band reaches `em_margin` below the oracle's EM and to `token_margin` times its tokens.
+    """
+    rows = _rows(summary, "all")
+    yardstick = _demand_system(rows, reference)
+    figure = new_figure(PAGE, 0.9 + 0.21 * max(3, len(rows)))
+    grid = figure.subplots(1, 2, sharey=True)
+    _dot_panels(grid, rows, ("em", "tokens"))
+    grid[0].axvspan(yardstick["em"] - em_margin, yardstick["em"], color=LIGHT, alpha=0.7, linewidth=0, zorder=0)
+    grid[1].axvspan(
+        yardstick["tokens"], token_margin * yardstick["tokens"], color=LIGHT, alpha=0.7, linewidth=0, zorder=0
+    )
+    margins = f"{100 * em_margin:.0f} points and {token_margin:.2f} × the tokens"
+    band = f"grey: within {margins} of the {system_name(reference)}"
+    footnote(figure, f"{scale} · n = {int(rows['n'].iloc[0])} questions · {_BARS} · {band}")
+    return figure, rows
+
+
+def _rows(summary: Source, question_type: str, order: tuple[str, ...] = tables.SYSTEMS) -> pd.DataFrame:
+    summary = tables.read(summary, tables.SUMMARY)
+    rows = summary[summary["question_type"] == question_type]
+    if rows.empty:
+        raise tables.TableError(
+            f"table 'summary': column 'question_type' has no '{question_type}'; {tables.SUMMARY.origin}"
+        )
+    rank = {name: place for place, name in enumerate(tables.in_order(rows["system"], order))}
+    return rows.sort_values("system", key=lambda names: names.map(rank), ignore_index=True)
+
+
+def _demand_system(rows: pd.DataFrame, system: str) -> pd.Series:
+    found = rows[rows["system"] == system]
+    if found.empty:
+        raise tables.TableError(
+            f"table 'summary': column 'system' has no '{system}' to compare with; it has "
+            f"{', '.join(rows['system'])}; {tables.SUMMARY.origin}"
+        )
+    return found.iloc[0]
+
+
+def _dot_panels(grid, rows: pd.DataFrame, metrics: tuple[str, ...], reference: str = "base") -> None:
+    systems = list(rows["system"])
+    for index, (axes, metric) in enumerate(zip(grid, metrics, strict=True)):
+        _dots(axes, rows, metric, systems)
+        axes.set_title(f"{panel_letter(index)}   {_METRIC_TITLES[metric].format(reference=system_name(reference))}")
+        axes.set_xlim(*_limits(rows, metric))
+
+
+def _dots(axes, rows: pd.DataFrame, metric: str, systems: list[str]) -> None:
+    for row in rows.itertuples():
+        place, value = systems.index(row.system), getattr(row, metric)
+        interval_bars(
+            axes,
+            [value],
+            [place],
+            [getattr(row, f"{metric}_low")],
+            [getattr(row, f"{metric}_high")],
+            along="x",
+            color=system_colour(row.system),
+            marker=SYSTEM_MARKERS.get(row.system, "o"),
+            markersize=5.5 if row.system == "base" else 3.8,
+        )
+    axes.set_yticks(range(len(systems)), [system_name(system) for system in systems])
+    axes.set_ylim(len(systems) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="y", visible=False)
+    if metric in _SHARES:
+        percent_axis(axes.xaxis)
+
+
+def _limits(rows: pd.DataFrame, metric: str) -> tuple[float, float]:
+    ends = rows[[metric, f"{metric}_low", f"{metric}_high"]].to_numpy()
+    low, high = np.nanmin(ends), np.nanmax(ends)
+    if metric == "tokens":
+        return 0, 1.08 * high
+    if metric == "latent_share":
+        return -0.04, 1.04
+    pad = max(0.01, 0.06 * (high - low))
+    if metric == "em":
+        return (-0.03 if low < 0.3 else low - pad), min(1.03, high + pad)
+    return min(low, 0) - pad, max(high, 0) + pad
+
+
+def _published_points() -> pd.DataFrame:
+    points = published.results()
+    points = points[points["system"] != "base"].assign(source="published")
+    for name in ("accuracy_difference", "token_reduction"):
+        points[f"{name}_low"] = points[f"{name}_high"] = points[name]
+    return points[_POINT_COLUMNS]
+
+
+def _measured_points(rows: pd.DataFrame) -> pd.DataFrame:
+    points = rows[rows["system"] != "base"].rename(
+        columns={
+            "em": "accuracy",
+            "em_difference": "accuracy_difference",
+            "em_difference_low": "accuracy_difference_low",
+            "em_difference_high": "accuracy_difference_high",
+        }
+    )
+    if points["accuracy_difference"].isna().any():
+        raise tables.TableError(
+            "table 'summary': column 'em_difference' is empty, because system 'base' was not evaluated; "
+            f"{tables.SUMMARY.origin}: evaluate the base too"
+        )
+    return points.assign(source="measured", setting=_OURS)[_POINT_COLUMNS]
+
+
+_POINT_COLUMNS = [
+    "source",
+    "setting",
+    "system",
+    "accuracy",
+    "tokens",
+    "accuracy_difference",
+    "accuracy_difference_low",
+    "accuracy_difference_high",
+    "token_reduction",
+    "token_reduction_low",
+    "token_reduction_high",
+]
+
+
+def _draw_point(axes, point) -> None:
+    colour, ours = _SETTING_COLOURS[point.setting], point.source == "measured"
+    x, y = [point.token_reduction], [point.accuracy_difference]
+    if ours:
+        bars = {"color": colour, "elinewidth": 0.9, "zorder": 3}
+        interval_bars(axes, x, y, [point.accuracy_difference_low], [point.accuracy_difference_high], **bars)
+        interval_bars(axes, x, y, [point.token_reduction_low], [point.token_reduction_high], along="x", **bars)
+    axes.plot(
+        x,
+        y,
+        _METHOD_MARKERS.get(point.system, "o"),
+        markersize=6,
+        markeredgecolor=colour,
+        markerfacecolor=colour if ours else "none",
+        markeredgewidth=1.1,
+        zorder=4,
+    )
+
+
+def _bands(low: pd.Series, high: pd.Series) -> list[tuple[float, float]]:
+    """Ranges of the vertical axis, top first: one, or two around the widest gap if that gap is wide."""
+    spans = sorted(zip(low, high, strict=True), key=lambda span: span[1], reverse=True)
+    gaps = []
+    floor = 0.0
+    for bottom, top in spans:
+        gaps.append((floor - top, floor, top))
+        floor = min(floor, bottom)
+    gap, above, below = max(gaps)
+    ceiling, bottom = max(0.0, *high), min(0.0, *low)
+    if gap < 0.05:
+        pad = 0.06 * (ceiling - bottom) + 0.004
+        return [(bottom - pad, ceiling + pad)]
+    pad, lower_pad = 0.1 * (ceiling - above) + 0.004, 0.1 * (below - bottom) + 0.014
+    edge = min(below + lower_pad, (above + below) / 2)
+    return [(max(above - pad, edge), ceiling + pad), (bottom - lower_pad, edge)]
+
+
+def _mark_breaks(grid) -> None:
+    for upper, lower in zip(grid[:-1], grid[1:], strict=True):
+        upper.spines["bottom"].set_visible(False)
+        upper.tick_params(axis="x", length=0)
+        slashes = {
+            "marker": [(-1, -0.6), (1, 0.6)],
+            "markersize": 6,
+            "linestyle": "none",
+            "color": GREY,
+            "markeredgewidth": 0.8,
+            "clip_on": False,
+        }
+        upper.plot(0, 0, transform=upper.transAxes, **slashes)
+        lower.plot(0, 1, transform=lower.transAxes, **slashes)
+
+
+def _point_legend(points: pd.DataFrame) -> list[Line2D]:
+    def entry(label: str, **style) -> Line2D:
+        return Line2D([], [], linestyle="none", label=label, **{"markersize": 5.5, "markeredgewidth": 1.1} | style)
+
+    handles = [entry("base of each setting", marker="*", color=BLACK)]
+    for setting, colour in _SETTING_COLOURS.items():
+        fill = colour if setting == _OURS else "none"
+        label = f"{setting}, {'measured' if setting == _OURS else 'published'}"
+        handles.append(entry(label, marker="o", markeredgecolor=colour, markerfacecolor=fill))
+    handles.append(entry("", marker="none"))
+    for system in tables.in_order(points["system"], ("alar", "stage1", "warmup", "alar-think", "alar-latent")):
+        marker = _METHOD_MARKERS.get(system, "o")
+        handles.append(entry(system_name(system), marker=marker, markeredgecolor=GREY, markerfacecolor="none"))
+    return handles

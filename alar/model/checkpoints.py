@@ -1,0 +1,162 @@
+"""One folder per checkpoint: weights with the projector among them, config with K and tags, tokenizer.
+
+`from_base` makes a latent model from any Qwen2 or Qwen3 checkpoint (a hub id, a local folder, or "embedded"), `save`
+and `load` move it to and from disk. Nothing is ever filled in at random: a checkpoint without its projector is refused.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from alar import protocol
+from alar.model.latent import (
+    LatentOptions,
+    LatentQwen2Config,
+    LatentQwen2ForCausalLM,
+    LatentQwen3Config,
+    LatentQwen3ForCausalLM,
+)
+
+FAMILIES = {
+    "qwen2": (LatentQwen2Config, LatentQwen2ForCausalLM),
+    "qwen3": (LatentQwen3Config, LatentQwen3ForCausalLM),
+}
+
+
+def embedded(domain: str = "search") -> Path:
+    """Folder of the shipped base model of a domain."""
+    folder = Path(__file__).parent / "embedded" / domain
+    if not (folder / "model.safetensors").exists():
+        shipped = sorted(path.parent.name for path in folder.parent.glob("*/model.safetensors"))
+        raise FileNotFoundError(
+            f"no embedded base model for domain {domain!r}: shipped are {', '.join(shipped) or 'none'}; "
+            "pretrain one with params/laptop-from-scratch.yaml, or name a hub id or folder as model.base"
+        )
+    return folder
+
+
+@contextmanager
+def _quiet():
+    """No loading report and no bars: what is missing from a checkpoint is judged here, as an error."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        logging.enable_progress_bar()
+
+
+def resolve(base: str | Path, domain: str = "search") -> str:
+    return str(embedded(domain)) if str(base) == "embedded" else str(base)
+
+
+def load_base(base: str | Path, domain: str = "search"):
+    """(model, tokenizer) of an ordinary causal LM, in float32 on CPU; `base` is "embedded", a hub id or a folder."""
+    source = resolve(base, domain)
+    with _quiet():
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(source)
+
+
+def from_base(
+    base: str | Path, *, num_latent: int = 4, seed: int = 0, domain: str = "search", **projector_options
+) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
+    """A latent model on top of an ordinary one: a fresh projector, and `<|latent|>` on the first spare embedding row.
+
+    `projector_options`: the fields of `LatentOptions`. Raises ValueError for K outside 0…16, an unsupported
+    architecture, or an embedding table without a spare row.
+    """
+    if not 0 <= num_latent <= 16:
+        raise ValueError(f"num_latent is {num_latent}: expected 0 to 16")
+    source = resolve(base, domain)
+    base_config = AutoConfig.from_pretrained(source)
+    if base_config.model_type not in FAMILIES:
+        raise ValueError(
+            f"{source}: architecture {base_config.model_type!r} has no latent version; supported: "
+            f"{', '.join(FAMILIES)} (a further one is added at the end of alar/model/latent.py)"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    latent_token_id = len(tokenizer)
+    if latent_token_id >= base_config.vocab_size:
+        raise ValueError(
+            f"{source}: the embedding table has {base_config.vocab_size} rows and the tokenizer uses all of them; "
+            "<|latent|> needs a spare row"
+        )
+    tokenizer.add_special_tokens({"additional_special_tokens": [protocol.LATENT_TOKEN]})
+    if tokenizer.convert_tokens_to_ids(protocol.LATENT_TOKEN) != latent_token_id:
+        raise ValueError(f"{source}: the tokenizer gave {protocol.LATENT_TOKEN} another id than {latent_token_id}")
+    unknown = set(projector_options) - set(LatentOptions.__annotations__)
+    if unknown:
+        raise TypeError(f"unknown projector option {', '.join(sorted(unknown))}")
+    config_class, model_class = FAMILIES[base_config.model_type]
+    settings = base_config.to_dict()
+    for name in ("model_type", "architectures", "transformers_version"):
+        settings.pop(name, None)
+    config = config_class(
+        **settings | {"num_latent": num_latent, "latent_token_id": latent_token_id} | projector_options
+    )
+    torch.manual_seed(seed)
+    with _quiet():
+        model, info = model_class.from_pretrained(source, config=config, dtype=torch.float32, output_loading_info=True)
+    stray = [key for key in info["missing_keys"] if ".projector." not in key]
+    if stray:
+        raise ValueError(f"{source}: weights are missing from the checkpoint: {', '.join(sorted(stray)[:5])}")
+    _reset_projector(model, seed)
+    return model.eval(), tokenizer
+
+
+def _reset_projector(model, seed: int) -> None:
+    """Initialise the projector by its own generator state, whatever the loading code did before."""
+    torch.manual_seed(seed)
+    fresh = type(model.model.projector)(model.config)
+    if model.config.projector_scale == "embedding_rms" and hasattr(fresh, "scale"):
+        fresh.scale.fill_(model.get_input_embeddings().weight.detach().float().pow(2).mean().sqrt())
+    elif model.config.projector_scale not in ("one", "embedding_rms"):
+        raise ValueError(f"projector_scale {model.config.projector_scale!r}: expected 'one' or 'embedding_rms'")
+    model.model.projector.load_state_dict(fresh.state_dict())
+
+
+def save(model, tokenizer, folder: str | Path) -> Path:
+    """Write one checkpoint folder, aside first, so that a half-written one is never taken for a whole one."""
+    folder = Path(folder)
+    partial = folder.with_name(folder.name + ".partial")
+    _remove(partial)
+    with _quiet():
+        model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    _remove(folder)
+    return partial.rename(folder)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+
+def load(folder: str | Path, *, num_latent: int | None = None) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
+    """(model, tokenizer) of a latent checkpoint folder or of an ordinary base, ready for inference.
+
+    `num_latent`, if given, must be the checkpoint's K. Raises FileNotFoundError or ValueError, never a random projector.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{folder}: no checkpoint here (no config.json); run the stage that writes it first")
+    with _quiet():
+        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    missing = sorted(info["missing_keys"])
+    if missing:
+        what = "the projector" if all("projector" in key for key in missing) else f"weights ({missing[0]}, …)"
+        raise ValueError(f"{folder}: {what} missing from the checkpoint; it cannot be filled in, save the model again")
+    found = getattr(model.config, "num_latent", None)
+    if num_latent is not None and found != num_latent:
+        raise ValueError(f"{folder}: the checkpoint has K = {found}, but K = {num_latent} was asked for")
+    return model.eval(), AutoTokenizer.from_pretrained(folder)

@@ -1,0 +1,51 @@
+"""The projector f: hidden state of the trunk → next input embedding.
+
+    z₁ = f(h₀),  z_{k+1} = f(h_k)          (arXiv 2606.02871; FACTS of the released code)
+    f  = Dropout → Linear(d→p) → GELU → Linear(p→d) → LayerNorm
+
+Deliberate: the master weights are float32 whatever the trunk's dtype. In bf16 a LayerNorm gain of 1 cannot move at a
+learning rate of 1e-4.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+class LatentProjector(nn.Module):
+    """Options come from the model config: `projector_size` (0 = hidden size), `projector_dropout`,
+    `projector_layer_norm`, `projector_residual`, `projector_scale` ("one" | "embedding_rms")."""
+
+    def __init__(self, config):
+        super().__init__()
+        hidden, width = config.hidden_size, config.projector_size or config.hidden_size
+        self.dropout = nn.Dropout(config.projector_dropout)
+        self.up = nn.Linear(hidden, width)
+        self.down = nn.Linear(width, hidden)
+        self.norm = nn.LayerNorm(hidden) if config.projector_layer_norm else nn.Identity()
+        self.residual = config.projector_residual
+        self.register_buffer("scale", torch.ones(()))  # set once from the embeddings by `from_base`
+
+    def forward(self, hidden: Float[Tensor, "rows hidden"], step: int) -> Float[Tensor, "rows hidden"]:
+        """f(h) in the dtype of `hidden`; `step` (0-based k) is not used by this kind of projector."""
+        x = hidden.to(self.up.weight.dtype)
+        y = self.down(nn.functional.gelu(self.up(self.dropout(x))))
+        y = self.norm(x + y if self.residual else y)
+        return (y * self.scale).to(hidden.dtype)
+
+
+class ConstantThoughts(nn.Module):
+    """K learned vectors that ignore the hidden state: the pause-token control."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.vectors = nn.Parameter(torch.empty(config.num_latent, config.hidden_size))
+        nn.init.normal_(self.vectors, std=1.0)
+
+    def forward(self, hidden: Float[Tensor, "rows hidden"], step: int) -> Float[Tensor, "rows hidden"]:
+        return self.vectors[step].expand_as(hidden).to(hidden.dtype)
+
+
+PROJECTORS = {"mlp": LatentProjector, "constant": ConstantThoughts}

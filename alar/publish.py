@@ -1,0 +1,118 @@
+"""`--publish`: the figures and the executed notebooks of a finished run, as files for the repository.
+
+`figures/` gets what stage 07 wrote; `notebooks/executed/` gets one self-contained HTML page per notebook, with
+images reduced and without timestamps or machine paths, so that publishing the same run twice changes nothing.
+The search domain is published at the top, any other in a folder of its name. More than 5 MB of pages is an error.
+"""
+
+import base64
+import html
+import io
+import shutil
+from pathlib import Path
+
+import nbformat
+
+from alar import runs
+from alar.jsonl import replacing
+
+LIMIT = 5 * 2**20  # bytes of HTML in all
+IMAGE_WIDTH = 900  # pixels
+TOP_DOMAIN = "search"
+FIGURE_FILES = (".png", ".svg", ".csv", ".pdf")
+
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<script>window.MathJax = {{tex: {{inlineMath: [["$", "$"], ["\\\\(", "\\\\)"]]}}}};</script>
+<script async src="https://cdn.jsdelivr.net/npm/mathjax@3/es5/tex-svg.js"></script>
+<style>
+body {{ max-width: 60rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.55 system-ui, sans-serif; color: #1a1a1a; }}
+pre {{ background: #f6f6f4; padding: .6rem .8rem; overflow-x: auto; font-size: 13px; line-height: 1.4; }}
+table {{ border-collapse: collapse; font-size: 14px; }} td, th {{ padding: .2rem .6rem; border-bottom: 1px solid #ddd; }}
+img, svg {{ max-width: 100%; height: auto; }} .prompt, .anchor-link {{ display: none; }}
+.output_stderr pre {{ background: #fdf3ec; }}
+{code_style}
+</style></head><body>
+{body}
+</body></html>
+"""
+
+
+def publish(finished: list[tuple[str, Path]], root: Path) -> list[str]:
+    """Publish the runs, given as (domain, run folder); returns lines that say what went where."""
+    lines, pages = [], {}
+    for domain, run_dir in finished:
+        below = Path() if domain == TOP_DOMAIN else Path(domain)
+        for executed in sorted((run_dir / "executed").glob("[0-9][0-9]_*.ipynb")):
+            pages[root / "notebooks" / "executed" / below / f"{executed.stem}.html"] = to_html(executed, root)
+    total = sum(len(page.encode()) for page in pages.values())
+    if total > LIMIT:
+        largest = sorted(pages, key=lambda path: -len(pages[path]))[:3]
+        sizes = ", ".join(f"{path.name} {len(pages[path]) / 2**20:.1f} MB" for path in largest)
+        raise runs.RunError(f"the executed notebooks take {total / 2**20:.1f} MB, more than {LIMIT / 2**20:.0f} MB, so nothing was "
+                            f"published; show smaller figures or fewer of them in: {sizes}")
+    for domain, run_dir in finished:
+        lines.append(_publish_figures(run_dir / "07_figures", root / "figures" / ("" if domain == TOP_DOMAIN else domain)))
+    for path, page in pages.items():
+        with replacing(path) as aside:
+            aside.write_text(page, encoding="utf-8")
+    lines.append(f"{len(pages)} executed notebooks, {total / 2**20:.1f} MB, in {root / 'notebooks' / 'executed'}")
+    return lines
+
+
+def to_html(executed: Path, root: Path) -> str:
+    """One executed notebook as a small self-contained page."""
+    from nbconvert import HTMLExporter
+    from pygments.formatters import HtmlFormatter
+
+    notebook = nbformat.read(executed, as_version=4)
+    notebook.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    for cell in notebook.cells:
+        cell.metadata = {}
+        for output in cell.get("outputs", []):
+            _reduce(output, str(root))
+    body, _ = HTMLExporter(template_name="basic").from_notebook_node(notebook)
+    title = next((line.lstrip("# ") for cell in notebook.cells if cell.cell_type == "markdown"
+                  for line in cell.source.splitlines() if line.startswith("# ")), executed.stem)
+    return PAGE.format(title=html.escape(title), body=body, code_style=HtmlFormatter().get_style_defs(".highlight"))
+
+
+def _publish_figures(source: Path, target: Path) -> str:
+    files = [p for p in sorted(source.glob("*")) if p.suffix in FIGURE_FILES]
+    if not files:
+        raise runs.RunError(f"{source} holds no figures to publish; run stage 07 first: python run_all.py --from 07 --publish")
+    target.mkdir(parents=True, exist_ok=True)
+    for old in target.glob("*"):
+        if old.suffix in FIGURE_FILES and not (source / old.name).exists():
+            old.unlink()
+    for path in files:
+        shutil.copyfile(path, target / path.name)
+    return f"{len(files)} figures and tables in {target}"
+
+
+def _reduce(output, root: str) -> None:
+    """Smaller images, no widget state, no absolute paths."""
+    if "text" in output:
+        output.text = output.text.replace(root + "/", "").replace(root, ".")
+    data = output.get("data", {})
+    data.pop("application/vnd.jupyter.widget-view+json", None)
+    if "image/png" in data:
+        data["image/png"] = _smaller(data["image/png"])
+        data.pop("image/svg+xml", None)
+    for kind in ("text/plain", "text/html"):
+        if kind in data:
+            data[kind] = data[kind].replace(root + "/", "").replace(root, ".")
+
+
+def _smaller(encoded: str) -> str:
+    """A PNG at most IMAGE_WIDTH wide with a palette, unless that makes it larger."""
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(base64.b64decode(encoded))).convert("RGB")
+    if image.width > IMAGE_WIDTH:
+        image = image.resize((IMAGE_WIDTH, round(image.height * IMAGE_WIDTH / image.width)), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    image.quantize(128).save(buffer, "PNG", optimize=True)
+    smaller = base64.b64encode(buffer.getvalue()).decode()
+    return smaller if len(smaller) < len(encoded) else encoded

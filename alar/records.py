@@ -1,0 +1,153 @@
+"""Questions and trajectories: token ids with, for every token, where it came from.
+
+Everything that later needs to know which tokens were sampled, forced, latent or observed (loss masks, counts, the
+RL objective, the inspector) reads these fields; nobody derives them again from text.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Iterable
+
+import numpy as np
+
+
+class Origin(IntEnum):
+    """Where a token came from. SAMPLED, FORCED and LATENT tokens count as generated; only SAMPLED ones have a log-prob."""
+
+    PROMPT = 0
+    SAMPLED = 1
+    FORCED = 2
+    LATENT = 3
+    OBSERVATION = 4
+
+
+GENERATED = (Origin.SAMPLED, Origin.FORCED, Origin.LATENT)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question. `hard_turns` (0-based) marks the turns that need a computation, for analysis only:
+    it never reaches prompts, mode choices or rewards. `world` names the facts that it is asked about."""
+
+    id: str
+    text: str
+    answers: tuple[str, ...]
+    type: str = ""
+    hard_turns: tuple[int, ...] = ()
+    world: str = ""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an environment answers to an action: the text to show, and the titles of the passages in it."""
+
+    text: str
+    titles: tuple[str, ...] = ()
+
+
+@dataclass
+class TurnRecord:
+    """One turn of a trajectory: token span [start, end) of what the policy wrote, and its parse."""
+
+    start: int
+    end: int
+    mode: str  # "think" | "latent" | "none", as parsed
+    action: str | None
+    argument: str
+    well_formed: bool
+    problem: str = ""
+    think_length: int = 0  # characters of policy text outside latent blocks, tags and actions
+    forced_mode: str = ""  # "think" | "latent" when the mode was not the policy's choice
+    titles: list[str] = field(default_factory=list)  # of the passages retrieved by this turn's action
+
+
+@dataclass
+class Trajectory:
+    """Token ids, origins, behaviour log-probs (NaN unless SAMPLED) and z of the latent positions, row-major [N, H]."""
+
+    question: Question
+    ids: list[int]
+    origins: list[int]
+    logprobs: list[float]
+    latents: np.ndarray
+    turns: list[TurnRecord] = field(default_factory=list)
+    prediction: str | None = None
+    correct: bool = False
+    finish: str = ""  # "answer" | "max_turns" | "length"
+
+    def count(self, *origins: Origin, span: tuple[int, int] | None = None) -> int:
+        start, end = span or (0, len(self.ids))
+        return sum(origin in origins for origin in self.origins[start:end])
+
+    @property
+    def generated_tokens(self) -> int:
+        return self.count(*GENERATED)
+
+    @property
+    def well_formed(self) -> bool:
+        return bool(self.turns) and self.finish == "answer" and all(turn.well_formed for turn in self.turns)
+
+    @property
+    def num_latent_turns(self) -> int:
+        return sum(turn.mode == "latent" for turn in self.turns)
+
+    @property
+    def num_think_turns(self) -> int:
+        return sum(turn.mode == "think" for turn in self.turns)
+
+    @property
+    def think_length(self) -> int:
+        return sum(turn.think_length for turn in self.turns)
+
+    def to_json(self) -> dict:
+        record = asdict(self)
+        record["logprobs"] = [None if np.isnan(value) else round(float(value), 6) for value in self.logprobs]
+        record["latents"] = [[float(x) for x in row] for row in np.asarray(self.latents, dtype=np.float32)]
+        return record
+
+    @classmethod
+    def from_json(cls, record: dict) -> Trajectory:
+        record = dict(record)
+        record["question"] = question_from_json(record["question"])
+        record["logprobs"] = [float("nan") if value is None else value for value in record["logprobs"]]
+        record["latents"] = np.asarray(record["latents"], dtype=np.float32)
+        record["turns"] = [TurnRecord(**turn) for turn in record["turns"]]
+        return cls(**record)
+
+
+def question_from_json(record: dict) -> Question:
+    record = dict(record)
+    for name in ("answers", "hard_turns"):
+        record[name] = tuple(record.get(name, ()))
+    return Question(**record)
+
+
+def write_trajectories(path: str | Path, trajectories: Iterable[Trajectory]) -> Path:
+    """Write JSON lines aside, then rename, so that a half-written file is never taken for a whole one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(path.suffix + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        for trajectory in trajectories:
+            file.write(json.dumps(trajectory.to_json(), ensure_ascii=False) + "\n")
+    return partial.replace(path)
+
+
+def read_trajectories(path: str | Path) -> list[Trajectory]:
+    """Read JSON lines; a broken line is an error that names the file and the line."""
+    path, trajectories = Path(path), []
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file of trajectories; run the stage that writes it first")
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                trajectories.append(Trajectory.from_json(json.loads(line)))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path}:{number}: not a complete trajectory ({error}); delete the file and run the stage again"
+                ) from error
+    return trajectories

@@ -1,0 +1,211 @@
+"""The objective of AR-GRPO: group advantages, the clipped policy loss, the KL penalty, and credit for mode choices.
+
+    advantage    A_i = (r_i − mean_G r) / (std_G r + ε)                            GRPO, arXiv 2402.03300
+    policy loss  max(−A ρ, −A clip(ρ, 1 − ε_low, 1 + ε_high)), for A < 0 at most −c A    PPO, 1707.06347; dual clip, 1912.09729
+    KL           e^δ − δ − 1,  δ = log π_ref − log π                               Schulman's k3
+
+Names, clamps and defaults are those of verl (`verl.trainer.ppo.core_algos`), whose numbers the tests ask for; importing
+verl costs seconds, so the few lines are here. Deliberate: values outside the mask may be anything, NaN included, and
+an empty mask is an error, not a NaN loss.
+
+Credit per turn and the information of the mode choice are the project's own; see `mode_advantages`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+
+import torch
+from jaxtyping import Bool, Float, Num, Shaped
+from torch import Tensor
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+KL_KINDS = ("kl", "abs", "mse", "low_var_kl")
+LOG_RATIO_LIMIT = 20.0  # |log ratio| beyond this is clamped before exp
+KL_LIMIT = 10.0
+
+
+def group_advantages(
+    rewards: Num[Tensor, "rollouts"], groups: Shaped[Tensor, "rollouts"], *, eps: float = 1e-6
+) -> Float[Tensor, "rollouts"]:
+    """GRPO advantage of every rollout, in the rewards' dtype, without gradient.
+
+    The standard deviation is the sample's (n − 1). A group of one keeps its reward, as in verl. Computed in float64:
+    in float32 the rounding of a mean over equal rewards, divided by ε, is an advantage of 0.1.
+    Raises ValueError where the two differ in length or a reward is not finite.
+    """
+    if rewards.shape != groups.shape:
+        raise ValueError(f"{tuple(rewards.shape)} rewards for {tuple(groups.shape)} groups: one group per reward is needed")
+    values = rewards.detach().cpu().double()
+    if not torch.isfinite(values).all():
+        raise ValueError(f"reward {int((~torch.isfinite(values)).nonzero()[0])} is not finite")
+    _, index, sizes = torch.unique(groups.cpu(), return_inverse=True, return_counts=True)
+    sums = torch.zeros(len(sizes), dtype=values.dtype).index_add_(0, index, values)
+    single = sizes == 1
+    means = torch.where(single, 0.0, sums / sizes)
+    centred = values - means[index]
+    squares = torch.zeros_like(sums).index_add_(0, index, centred.square())
+    stds = torch.where(single, 1.0, (squares / (sizes - 1).clamp(min=1)).sqrt())
+    dtype = rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
+    return (centred / (stds[index] + eps)).to(rewards.device, dtype)
+
+
+def policy_loss(
+    log_probs: Float[Tensor, "batch time"],
+    old_log_probs: Float[Tensor, "batch time"],
+    advantages: Float[Tensor, "batch time"],
+    mask: Bool[Tensor, "batch time"] | Num[Tensor, "batch time"],
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    clip_c: float = 3.0,
+    aggregation: str = "token-mean",
+) -> tuple[Float[Tensor, ""], dict[str, float]]:
+    """PPO's clipped loss with dual clip, and `clip_fraction`, `clip_fraction_dual`, `approximate_kl` over the mask.
+
+    `old_log_probs` are those of the behaviour policy at the time of sampling. `clip_c` > 1 bounds the loss of a
+    negative advantage at −c·A. Raises ValueError for an empty mask, an unknown aggregation or clip values out of range.
+    """
+    if not (0 <= clip_low <= 1 and clip_high >= 0 and clip_c > 1):
+        raise ValueError(
+            f"clip_low={clip_low}, clip_high={clip_high}, clip_c={clip_c}: needed are 0 ≤ clip_low ≤ 1, clip_high ≥ 0, clip_c > 1"
+        )
+    mask = mask.bool()
+    _check_mask(mask)
+    # What lies outside the mask has no log-prob; zeroing it first keeps NaN out of the gradient as well.
+    log_ratio = (log_probs.masked_fill(~mask, 0.0) - old_log_probs.masked_fill(~mask, 0.0)).clamp(
+        -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT
+    )
+    advantages = advantages.masked_fill(~mask, 0.0)
+    ratio = log_ratio.exp()
+    plain = -advantages * ratio  # (B, T)
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    losses = torch.maximum(plain, clipped)
+    bound = -advantages * clip_c
+    bounded = torch.where(advantages < 0, torch.minimum(losses, bound), losses)
+    metrics = {
+        "clip_fraction": (clipped > plain)[mask].double().mean().item(),
+        "clip_fraction_dual": ((losses > bound) & (advantages < 0))[mask].double().mean().item(),
+        "approximate_kl": -log_ratio.detach()[mask].double().mean().item(),
+    }
+    return aggregate(bounded, mask, aggregation), metrics
+
+
+def aggregate(
+    values: Float[Tensor, "batch time"],
+    mask: Bool[Tensor, "batch time"] | Num[Tensor, "batch time"],
+    aggregation: str = "token-mean",
+) -> Float[Tensor, ""]:
+    """One number from one per token: the mean over tokens, or over sequences of their tokens' sum or mean.
+
+    Sequences without a token in the mask do not count. Raises ValueError for an unknown aggregation or an empty mask.
+    """
+    mask = mask.bool()
+    _check_mask(mask)
+    values = values.masked_fill(~mask, 0.0)
+    if aggregation == "token-mean":
+        return values.sum() / mask.sum()
+    tokens = mask.sum(-1)  # (B,)
+    used = tokens > 0
+    if aggregation == "seq-mean-token-sum":
+        return values.sum(-1)[used].mean()
+    if aggregation == "seq-mean-token-mean":
+        return (values.sum(-1)[used] / tokens[used]).mean()
+    raise ValueError(f"aggregation {aggregation!r} is unknown: choose one of {', '.join(AGGREGATIONS)}")
+
+
+def kl_penalty(
+    log_probs: Float[Tensor, "*shape"], reference_log_probs: Float[Tensor, "*shape"], kind: str = "low_var_kl"
+) -> Float[Tensor, "*shape"]:
+    """Estimate of KL(π ‖ π_ref) per token from the log-probs of the tokens that π sampled, in nats, with gradient.
+
+    `low_var_kl` is k3: unbiased, never negative, clamped to at most 10. Raises ValueError for an unknown kind.
+    """
+    difference = log_probs - reference_log_probs
+    if kind == "kl":
+        return difference
+    if kind == "abs":
+        return difference.abs()
+    if kind == "mse":
+        return 0.5 * difference.square()
+    if kind == "low_var_kl":
+        delta = (-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        return (delta.exp() - delta - 1).clamp(-KL_LIMIT, KL_LIMIT)
+    raise ValueError(f"KL kind {kind!r} is unknown: choose one of {', '.join(KL_KINDS)}")
+
+
+def mode_advantages(
+    modes: Sequence[Sequence[bool | None]], advantages: Sequence[float], groups: Sequence[Hashable]
+) -> list[list[float]]:
+    """Credit of every turn's mode choice, from all rollouts of its group that reached that turn.
+
+    `modes[i][t]` is True for a latent block, False for text, None for a turn without a block (credit 0, compared with
+    nobody); `advantages[i]` is the rollout's own. Rollouts whose modes were forced belong in here: they carry half of the
+    comparison, although their tags carry no loss. With the arms of turn t in one group,
+
+        Δ_t      = mean(A | latent at t) − mean(A | text at t)
+        credit   = +½ Δ_t for a latent block, −½ Δ_t for text, 0 where the group has one mode only at t
+
+    Why ½: in one state with p = p(latent), a rollout's expected score-function step is then p(1−p)·Δ along the logit,
+    exactly the policy gradient of that choice (the latent arm gives ½Δ·p(1−p), the text arm as much).
+
+    Why not leave-one-out: a baseline must not depend on the own action, but nothing is subtracted from the own reward
+    here. Rewards enter linearly, with weights that depend on the modes only, so given the modes the expectation of Δ_t
+    is the true difference, own reward included. Leaving it out would have the same expectation, with no estimate
+    at all for the only rollout of an arm: the rare mode, the one that is being explored. Using the own reward
+    alone (½ (A_i − mean of the other arm)) gives the same sum over an arm with more noise per rollout.
+
+    Bias: (1) A group with one mode gives 0, which shrinks the step, never turns it. (2) From the second turn on, rollouts
+    of a group are in different states; where the policy chose its modes by state, Δ_t also holds the difference of
+    those states. Modes forced at random remove that (a factorial design: other turns' modes become noise), and
+    the mixture of sampled and forced rollouts is biased by the sampled part only. (3) Forced modes are not reweighted
+    to the policy's, so Δ_t is the effect of turn t averaged over the mixture's other turns. (4) Only rollouts
+    that reached turn t are compared, so an effect on whether turn t happens is credited to the turns before it.
+
+    Raises ValueError where the three differ in length.
+    """
+    if not len(modes) == len(advantages) == len(groups):
+        raise ValueError(f"{len(modes)} lists of modes, {len(advantages)} advantages, {len(groups)} groups: one of each per rollout")
+    arms: dict[tuple[Hashable, int, bool], list[float]] = defaultdict(list)
+    for own_modes, advantage, group in zip(modes, advantages, groups):
+        for turn, latent in enumerate(own_modes):
+            if latent is not None:
+                arms[group, turn, bool(latent)].append(advantage)
+    means = {arm: math.fsum(values) / len(values) for arm, values in arms.items()}
+
+    def credit(group: Hashable, turn: int, latent: bool | None) -> float:
+        if latent is None or (group, turn, not latent) not in means:
+            return 0.0
+        return 0.5 * (means[group, turn, bool(latent)] - means[group, turn, not latent])
+
+    return [[credit(group, turn, latent) for turn, latent in enumerate(own)] for own, group in zip(modes, groups)]
+
+
+def entropy_bits(p: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Entropy in bits of a choice between two, taken with probability p; 0 at p = 0 and 1."""
+    return (torch.special.entr(p) + torch.special.entr(1 - p)) / math.log(2)
+
+
+def mode_information(p_latent: Float[Tensor, "states"]) -> tuple[float, float, float]:
+    """H(M), H(M|X) and I(X;M) = H(M) − H(M|X) in bits, from the exact p(latent | state) of every visited state.
+
+    H(M) is the entropy of the mean p, H(M|X) the mean of the entropies (RAGEN's diagnostics): H(M) → 0 is mode collapse,
+    a high H(M) with I → 0 is a coin flip that ignores the state. Three NaN for no states. Raises ValueError for a p
+    outside [0, 1].
+    """
+    p = p_latent.detach().cpu().double()
+    if not len(p):
+        return math.nan, math.nan, math.nan
+    outside = ~((p > -1e-6) & (p < 1 + 1e-6))  # float32 may round past the ends; NaN is outside too
+    if outside.any():
+        raise ValueError(f"p(latent) of state {int(outside.nonzero()[0])} is {p[outside][0]:.6g}, not a probability")
+    p = p.clamp(0, 1)
+    marginal, conditional = entropy_bits(p.mean()).item(), entropy_bits(p).mean().item()
+    return marginal, conditional, marginal - conditional
+
+
+def _check_mask(mask: Tensor) -> None:
+    if not mask.any():
+        raise ValueError("the mask holds no token: there is nothing to learn from in this batch")

@@ -1,0 +1,108 @@
+"""The reward of AR-GRPO, as published and as repaired (ALAR, arXiv 2606.02871, stage 2b, and its released code).
+
+For one trajectory of a group G, with f the share of latent turns among its reasoning turns:
+
+    published   −1 if malformed, else  s_L · (r_fmt + r_div),   r_fmt = 1 + α·f if correct else −α·f
+    repaired    −1 if malformed,  −α·f if wrong,                s_L · (1 + α·f) + r_div if correct
+
+    r_div = d_t · |f − mean_G f|,   d_t = ½ (1 + cos(π t / T)),   s_L = min(1, L / think_length)
+
+Deliberate in the repaired variant: length no longer shrinks a penalty, only correct answers are paid for diversity,
+malformed trajectories do not move the mean that others are compared with, and a trajectory that never reasons is
+malformed. What counts as well formed and as thinking is decided by `alar.protocol`, the same for both variants.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+VARIANTS = ("published", "repaired")
+MALFORMED = -1.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the reward knows of one trajectory.
+
+    `group` names its prompt; `n_latent` and `n_think` count turns; `think_length` counts the characters that the policy
+    wrote outside latent blocks, tags and actions. Raises ValueError for negative counts.
+    """
+
+    group: Hashable
+    correct: bool
+    well_formed: bool
+    n_latent: int
+    n_think: int
+    think_length: float
+
+    def __post_init__(self):
+        for name in ("n_latent", "n_think", "think_length"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"Outcome.{name} is {value}: a count is finite and not negative")
+
+    @property
+    def latent_share(self) -> float:
+        """f, 0 where there was no reasoning turn."""
+        turns = self.n_latent + self.n_think
+        return self.n_latent / turns if turns else 0.0
+
+
+def diversity_weight(step: int, total_steps: int) -> float:
+    """d_t: 1 at step 0, ½ halfway, 0 at the last step. ValueError for a step outside [0, total_steps]."""
+    if total_steps < 1:
+        raise ValueError(f"total_steps is {total_steps}: at least one step is needed")
+    if not 0 <= step <= total_steps:
+        raise ValueError(f"step {step} lies outside [0, {total_steps}]: pass the trainer's own step, also after a resume")
+    return 0.5 * (1.0 + math.cos(math.pi * step / total_steps))
+
+
+def shaped_rewards(
+    outcomes: Sequence[Outcome],
+    *,
+    step: int,
+    total_steps: int,
+    alpha: float = 0.3,
+    length_tolerance: float = 400.0,
+    variant: str = "published",
+) -> list[float]:
+    """Reward of every outcome, in their order; groups may be mixed and of any size.
+
+    `length_tolerance` is L in characters (published: 400 for search, 1600 for tools). Raises ValueError for an unknown
+    variant, a step outside the schedule, a negative α or an L that is not a positive number.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"variant {variant!r} is unknown: choose one of {', '.join(VARIANTS)}")
+    if not (math.isfinite(alpha) and alpha >= 0):
+        raise ValueError(f"alpha is {alpha}: it must be a number of at least 0")
+    if not (math.isfinite(length_tolerance) and length_tolerance > 0):
+        raise ValueError(f"length_tolerance is {length_tolerance}: it must be a positive number of characters")
+    weight = diversity_weight(step, total_steps)
+    repaired = variant == "repaired"
+
+    shares = defaultdict(list)  # of the members that the group's mean counts
+    for outcome in outcomes:
+        if not repaired or _usable(outcome):
+            shares[outcome.group].append(outcome.latent_share)
+    means = {group: math.fsum(values) / len(values) for group, values in shares.items()}
+
+    def reward(outcome: Outcome) -> float:
+        if not (_usable(outcome) if repaired else outcome.well_formed):
+            return MALFORMED
+        share = outcome.latent_share
+        length_scale = min(1.0, length_tolerance / outcome.think_length) if outcome.think_length else 1.0
+        diversity = weight * abs(share - means[outcome.group])
+        if not repaired:
+            return length_scale * ((1.0 + alpha * share if outcome.correct else -alpha * share) + diversity)
+        if not outcome.correct:
+            return -alpha * share
+        return length_scale * (1.0 + alpha * share) + diversity
+
+    return [reward(outcome) for outcome in outcomes]
+
+
+def _usable(outcome: Outcome) -> bool:
+    return outcome.well_formed and outcome.n_latent + outcome.n_think > 0

@@ -1,0 +1,372 @@
+"""AR-GRPO in one process: rollouts of the agent loop, shaped rewards within groups, the clipped objective.
+
+What the released code gets wrong is done here as FACTS asks: true behaviour log-probs, a mask from token origins, the
+step of d_t from the trainer's state, and (by `variant`) the repaired reward beside the published one. Two additions,
+both parameters: `credit="turn"` gives each turn's mode tokens an advantage of their own, and `explore_fraction` of every
+group takes modes that are forced at random, turn by turn, so that the comparison of modes never runs dry.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Sequence
+
+import torch
+
+from alar.records import Origin, Question, Trajectory
+from alar.rl.objective import group_advantages, kl_penalty, mode_advantages, mode_information, policy_loss
+from alar.rl.reward import Outcome, diversity_weight, shaped_rewards
+from alar.rollout.engine import Sampling
+from alar.rollout.hf import HFEngine, policy_logits
+from alar.rollout.loop import run
+from alar.rollout.modes import block_start, latent_probabilities
+from alar.train.supervised import merged, trainable_model
+
+
+@dataclass(frozen=True)
+class RLConfig:
+    """Published values as defaults where there are any (group 8, lr 1e-6, KL 1e-3, α 0.3, L 400 characters)."""
+
+    steps: int = 100
+    prompts_per_step: int = 16
+    group_size: int = 8
+    learning_rate: float = 1e-6
+    temperature: float = 1.0
+    kl_coefficient: float = 1e-3
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    alpha: float = 0.3
+    length_tolerance: float = 400.0
+    variant: str = "repaired"
+    credit: str = "turn"
+    mode_weight: float = 1.0
+    explore_fraction: float = 0.5
+    latents: str = "recomputed"
+    trainable: str = "lora"
+    lora_rank: int = 16
+    lora_alpha: int = 32
+    train_projector: bool = False
+    gradient_accumulation: int = 4
+    max_turns: int = 6
+    max_new_tokens: int = 256
+    rollout_batch: int = 256
+    validation_every: int = 10
+    checkpoint_every: int = 10
+    select: str = "best"  # "best" | "last": which weights are returned, by reward on the validation questions
+    seed: int = 0
+
+    def __post_init__(self):
+        choices = {
+            "variant": ("published", "repaired"),
+            "credit": ("trajectory", "turn"),
+            "latents": ("recomputed", "cached"),
+            "select": ("best", "last"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"rl.{name} is {getattr(self, name)!r}: expected one of {', '.join(allowed)}")
+        if self.latents == "cached" and self.train_projector:
+            raise ValueError("rl.latents: cached gives the projector no gradient; use recomputed, or freeze it")
+
+
+@dataclass
+class Batch:
+    """Right-padded tensors (B, T) of some trajectories; `advantages` and `mask` refer to the token at each position."""
+
+    ids: torch.Tensor
+    attention_mask: torch.Tensor
+    behaviour: torch.Tensor
+    mask: torch.Tensor
+    advantages: torch.Tensor
+    latents: torch.Tensor
+
+
+def make_batch(trajectories: Sequence[Trajectory], advantages: Sequence[Sequence[float]], pad: int) -> Batch:
+    """`advantages` holds one value per token of each trajectory. The mask is 1 on SAMPLED tokens only."""
+    width = max(len(t.ids) for t in trajectories)
+
+    def table(values: Sequence[Sequence], fill, dtype) -> torch.Tensor:
+        return torch.tensor([list(v) + [fill] * (width - len(v)) for v in values], dtype=dtype)
+
+    z = [torch.as_tensor(t.latents) for t in trajectories if len(t.latents)]
+    return Batch(
+        table([t.ids for t in trajectories], pad, torch.long),
+        table([[1] * len(t.ids) for t in trajectories], 0, torch.long),
+        table([[0.0 if lp != lp else lp for lp in t.logprobs] for t in trajectories], 0.0, torch.float32),
+        table([[o == Origin.SAMPLED for o in t.origins] for t in trajectories], False, torch.bool),
+        table(advantages, 0.0, torch.float32),
+        torch.cat(z) if z else torch.zeros(0, 0),
+    )
+
+
+def token_logprobs(model, batch: Batch, *, temperature: float, latents: str) -> torch.Tensor:
+    """Log-probs (n,) of the masked tokens in row-major order, under `model`."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    cached = batch.latents if latents == "cached" and len(batch.latents) else None
+    hidden = base.latent_states(batch.ids, batch.attention_mask, latents=cached).hidden[:, :-1]
+    chosen = batch.mask[:, 1:]
+    logits = policy_logits(base, hidden[chosen])
+    if temperature > 0:
+        logits = logits / temperature
+    return torch.log_softmax(logits, -1).gather(1, batch.ids[:, 1:][chosen][:, None])[:, 0]
+
+
+def outcomes_of(trajectories: Sequence[Trajectory], groups: Sequence[int]) -> list[Outcome]:
+    return [
+        Outcome(group, t.correct, t.well_formed, t.num_latent_turns, t.num_think_turns, t.think_length)
+        for t, group in zip(trajectories, groups)
+    ]
+
+
+def token_advantages(
+    trajectories: Sequence[Trajectory], rewards: Sequence[float], groups: Sequence[int], config: RLConfig, codec
+) -> tuple[list[list[float]], list[float]]:
+    """Advantage of every token, and of every trajectory. With `credit="turn"` the pieces of a turn's open tag carry the
+    credit of the mode chosen there, times `mode_weight`, instead of the trajectory's advantage."""
+    whole = group_advantages(torch.tensor(rewards), torch.tensor(groups)).tolist()
+    tokens = [[value] * len(t.ids) for value, t in zip(whole, trajectories)]
+    if config.credit == "turn":
+        modes = [[turn.mode == "latent" for turn in t.turns] for t in trajectories]
+        for row, (t, credits) in enumerate(zip(trajectories, mode_advantages(modes, whole, list(groups)))):
+            for number, credit in enumerate(credits):
+                begin = block_start(t, number, codec)
+                tag = codec.latent_open if modes[row][number] else codec.think_open
+                if t.ids[begin : begin + len(tag)] == tag:
+                    tokens[row][begin : begin + len(tag)] = [config.mode_weight * credit] * len(tag)
+    return tokens, whole
+
+
+class ARGRPO:
+    """The trainer. `step()` does one update; `fit()` all of them, with validation, checkpoints and resume."""
+
+    def __init__(self, model, tokenizer, environment, questions, validation, config: RLConfig, *, folder: str | Path):
+        self.config, self.environment, self.tokenizer = config, environment, tokenizer
+        self.questions, self.validation = list(questions), list(validation)
+        self.folder = Path(folder)
+        if len(self.questions) < config.prompts_per_step:
+            raise ValueError(f"{len(self.questions)} training questions, fewer than rl.prompts_per_step")
+        torch.manual_seed(config.seed)
+        self.reference = copy.deepcopy(model).eval().requires_grad_(False)
+        self.model = trainable_model(
+            model,
+            config.trainable,
+            lora_rank=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            train_projector=config.train_projector,
+        )
+        weights = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=0.0)
+        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        self.engine = HFEngine(base, tokenizer)
+        self.done = 0
+        self.best = float("-inf")
+        self.rows: list[dict] = []
+
+    def prompts(self, step: int) -> list[Question]:
+        """The questions of a step: a function of the seed and the step alone, so that a resumed run goes on alike."""
+        size = self.config.prompts_per_step
+        per_epoch = len(self.questions) // size
+        order = list(range(len(self.questions)))
+        random.Random(f"prompts {self.config.seed} {(step - 1) // per_epoch}").shuffle(order)
+        first = (step - 1) % per_epoch * size
+        return [self.questions[i] for i in order[first : first + size]]
+
+    def rollouts(self, step: int) -> tuple[list[Trajectory], list[int]]:
+        """Groups of trajectories; the last `explore_fraction` of each group has random forced modes."""
+        config = self.config
+        questions = [q for q in self.prompts(step) for _ in range(config.group_size)]
+        explorers = round(config.explore_fraction * config.group_size)
+
+        def plan(row: int, turn: int) -> str:
+            if row % config.group_size < config.group_size - explorers:
+                return "free"
+            return random.Random(f"explore {config.seed} {step} {row} {turn}").choice(("think", "latent"))
+
+        self.engine.reset()
+        trajectories = run(
+            questions,
+            self.engine,
+            self.environment,
+            Sampling(config.max_new_tokens, config.temperature, stop=self.environment.stop),
+            modes=plan,
+            max_turns=config.max_turns,
+            batch_size=config.rollout_batch,
+            seed=config.seed * 1_000_003 + step,
+        )
+        return trajectories, [row // config.group_size for row in range(len(questions))]
+
+    def step(self) -> dict:
+        """One AR-GRPO update; returns its metrics."""
+        config, started = self.config, time.perf_counter()
+        number = self.done + 1
+        self.model.eval()
+        trajectories, groups = self.rollouts(number)
+        rewards = shaped_rewards(
+            outcomes_of(trajectories, groups),
+            step=number,
+            total_steps=config.steps,
+            alpha=config.alpha,
+            length_tolerance=config.length_tolerance,
+            variant=config.variant,
+        )
+        advantages, _ = token_advantages(trajectories, rewards, groups, config, self.engine.codec)
+        update = self._update(trajectories, advantages)
+        self.done = number
+        free = [t for row, t in enumerate(trajectories) if not any(turn.forced_mode for turn in t.turns)]
+        return self._metrics(number, free or trajectories, rewards, update) | {
+            "seconds": round(time.perf_counter() - started, 2)
+        }
+
+    def _update(self, trajectories: list[Trajectory], advantages: list[list[float]]) -> dict:
+        """One optimiser step over all trajectories, in `gradient_accumulation` parts of similar shape."""
+        config = self.config
+        order = sorted(
+            range(len(trajectories)), key=lambda i: (trajectories[i].num_latent_turns, len(trajectories[i].ids))
+        )
+        size = -(-len(order) // config.gradient_accumulation)
+        parts = [order[i : i + size] for i in range(0, len(order), size)]
+        total = sum(t.count(Origin.SAMPLED) for t in trajectories)
+        sums = {"loss": 0.0, "kl": 0.0, "clip_fraction": 0.0, "ratio_error": 0.0}
+        self.optimizer.zero_grad()
+        for part in parts:
+            batch = make_batch(
+                [trajectories[i] for i in part], [advantages[i] for i in part], self.tokenizer.pad_token_id
+            )
+            logprobs = token_logprobs(self.model, batch, temperature=config.temperature, latents=config.latents)
+            with torch.no_grad():
+                reference = token_logprobs(
+                    self.reference, batch, temperature=config.temperature, latents=config.latents
+                )
+            chosen = batch.mask[:, 1:]
+            behaviour, advantage = batch.behaviour[:, 1:][chosen], batch.advantages[:, 1:][chosen]
+            ones = torch.ones_like(logprobs, dtype=torch.bool)
+            loss, details = policy_loss(
+                logprobs[None], behaviour[None], advantage[None], ones[None],
+                clip_low=config.clip_low, clip_high=config.clip_high,
+            )
+            kl = kl_penalty(logprobs, reference, kind="low_var_kl").mean()
+            share = len(logprobs) / total
+            ((loss + config.kl_coefficient * kl) * share).backward()
+            sums["loss"] += loss.item() * share
+            sums["kl"] += kl.item() * share
+            sums["clip_fraction"] += float(details["clip_fraction"]) * share
+            sums["ratio_error"] = max(sums["ratio_error"], (logprobs.detach() - behaviour).exp().sub(1).abs().max().item())
+        torch.nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], 1.0)
+        self.optimizer.step()
+        return sums
+
+    def _metrics(self, number: int, trajectories: list[Trajectory], rewards: list[float], update: dict) -> dict:
+        """`trajectories` are those whose modes the policy chose itself."""
+        turns = [
+            (turn.mode == "latent", index in t.question.hard_turns)
+            for t in trajectories
+            for index, turn in enumerate(t.turns)
+        ]
+
+        def share(wanted: Sequence[bool]) -> float:
+            return sum(wanted) / len(wanted) if wanted else float("nan")
+
+        p_latent = latent_probabilities(self.engine.model, self.engine.codec, trajectories)
+        entropy, given_state, information = mode_information(torch.tensor([p for row in p_latent for p in row]))
+        return {
+            "step": number,
+            "reward": sum(rewards) / len(rewards),
+            "accuracy": share([t.correct for t in trajectories]),
+            "well_formed": share([t.well_formed for t in trajectories]),
+            "generated_tokens": sum(t.generated_tokens for t in trajectories) / len(trajectories),
+            "latent_share": share([latent for latent, _ in turns]),
+            "latent_share_hard": share([latent for latent, hard in turns if hard]),
+            "latent_share_easy": share([latent for latent, hard in turns if not hard]),
+            "mode_entropy": float(entropy),
+            "mode_entropy_given_state": float(given_state),
+            "mutual_information": float(information),
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "diversity_weight": diversity_weight(number, self.config.steps),
+            **update,
+        }
+
+    def validate(self) -> dict:
+        """Greedy rollouts on the validation questions (counterfactual worlds that nothing trains on)."""
+        config = self.config
+        self.model.eval()
+        self.engine.reset()
+        trajectories = run(
+            self.validation,
+            self.engine,
+            self.environment,
+            Sampling(config.max_new_tokens, 0.0, stop=self.environment.stop),
+            max_turns=config.max_turns,
+            batch_size=config.rollout_batch,
+        )
+        outcomes = outcomes_of(trajectories, range(len(trajectories)))
+        rewards = shaped_rewards(
+            outcomes, step=config.steps, total_steps=config.steps, alpha=config.alpha,
+            length_tolerance=config.length_tolerance, variant=config.variant,
+        )
+        count = len(trajectories)
+        return {
+            "validation_reward": sum(rewards) / count,
+            "validation_accuracy": sum(t.correct for t in trajectories) / count,
+            "validation_tokens": sum(t.generated_tokens for t in trajectories) / count,
+            "validation_latent_share": sum(t.num_latent_turns for t in trajectories)
+            / max(1, sum(len(t.turns) for t in trajectories)),
+        }
+
+    def fit(self, log: Callable[[dict], None] = print):
+        """All steps, from `folder`/resume.pt if there is one; returns the selected model, merged and in eval mode."""
+        self._resume(log)
+        while self.done < self.config.steps:
+            row = self.step()
+            last = self.done == self.config.steps
+            if self.config.validation_every and (self.done % self.config.validation_every == 0 or last):
+                row |= self.validate()
+                if row["validation_reward"] > self.best:
+                    self.best = row["validation_reward"]
+                    torch.save(self._trained(), self.folder / "best.pt")
+            self.rows.append(row)
+            log(row)
+            if self.done % self.config.checkpoint_every == 0 or last:
+                self._checkpoint()
+        if self.config.select == "best" and (self.folder / "best.pt").exists():
+            self.model.load_state_dict(torch.load(self.folder / "best.pt", weights_only=True), strict=False)
+        return merged(self.model).requires_grad_(True).eval()
+
+    def _trained(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def _checkpoint(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        partial = self.folder / "resume.partial"
+        torch.save(
+            {
+                "done": self.done,
+                "best": self.best,
+                "best_weights": torch.load(self.folder / "best.pt", weights_only=True)
+                if (self.folder / "best.pt").exists()
+                else None,
+                "rows": self.rows,
+                "weights": self._trained(),
+                "optimizer": self.optimizer.state_dict(),
+            },
+            partial,
+        )
+        partial.replace(self.folder / "resume.pt")
+
+    def _resume(self, log: Callable[[dict], None]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "resume.pt"
+        if not path.exists():
+            return
+        state = torch.load(path, weights_only=True)
+        self.done, self.best, self.rows = state["done"], state["best"], state["rows"]
+        self.model.load_state_dict(state["weights"], strict=False)
+        self.optimizer.load_state_dict(state["optimizer"])
+        if state["best_weights"] is not None:
+            torch.save(state["best_weights"], self.folder / "best.pt")
+        for row in self.rows:
+            log(row)
+

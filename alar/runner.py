@@ -1,0 +1,243 @@
+"""Runs the numbered notebooks of an experiment in order, per variant and domain: what `run_all.py` calls.
+
+Everything is checked before anything runs; finished stages that still hold are skipped; what was done before a failure,
+an interrupt or a kill is kept. Exit codes: 0 done, 1 a cell failed, 2 the request or its parameters are wrong,
+130 interrupted.
+"""
+
+import contextlib
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterator
+
+import filelock
+import yaml
+
+from alar import params, provenance, runs, stages
+from alar.execution import CellFailed, execute
+from alar.jsonl import replacing, write_json
+from alar.notebooks import NotebookError, numbered
+from alar.sections import Experiment
+from alar.terminal import Terminal, duration
+
+RUN_LOCK = "run"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    params: Path
+    overrides: tuple[str, ...] = ()
+    domains: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    start: str = ""
+    force: bool = False
+    run_dir: Path | None = None
+    publish: bool = False
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One run folder: a variant in a domain."""
+
+    label: str
+    experiment: Experiment
+    domain: str
+    run_dir: Path
+    notebooks: tuple[Path, ...]
+
+
+def main(request: Request, *, root: Path, notebooks_dir: Path | None = None, list_only: bool = False,
+         terminal: Terminal | None = None) -> int:
+    """Carry out the request; returns the exit code."""
+    terminal = terminal or Terminal()
+    try:
+        jobs = plan(request, root, notebooks_dir or root / "notebooks")
+        if list_only:
+            for job in jobs:
+                _list(job, root, terminal)
+            return 0
+        with contextlib.ExitStack() as locks, _ending_on_terminate():
+            for job in jobs:
+                locks.enter_context(_lock(job.run_dir))
+            for job in jobs:
+                run(job, request, root, terminal)
+        if request.publish:
+            from alar.publish import publish
+
+            for line in publish([(job.domain, job.run_dir) for job in jobs], root):
+                terminal.say(line)
+        return 0
+    except (params.ParameterError, NotebookError) as error:
+        terminal.say(str(error))
+        return 2
+    except CellFailed as failure:
+        terminal.say(f"\n{failure}\nFinished stages are kept; the same command goes on from here.")
+        return 1
+    except runs.RunError as error:
+        terminal.say(str(error))
+        return 1
+    except KeyboardInterrupt:
+        terminal.say("\nInterrupted. Finished stages are kept; the same command goes on from here.")
+        return 130
+
+
+def plan(request: Request, root: Path, notebooks_dir: Path) -> list[_Job]:
+    """The run folders of a request with their notebooks, after checking all parameters and names."""
+    overrides = list(request.overrides)
+    if request.domains:
+        overrides.append(f"run.domains=[{', '.join(request.domains)}]")
+    experiments = params.load_variants(request.params, overrides, root=root)
+    unknown = [v for v in request.variants if v not in experiments]
+    if unknown:
+        params.load(request.params, overrides, variant=unknown[0], root=root)
+    available = numbered(notebooks_dir)
+    if not available:
+        raise NotebookError(f"{notebooks_dir}: holds no notebook named NN_name.ipynb")
+    problems = []
+    for experiment in experiments.values():
+        try:
+            params.check_notebooks(experiment, notebooks_dir)
+        except params.ParameterError as error:
+            problems += error.problems
+    if problems:
+        raise params.ParameterError(problems)
+    jobs = []
+    for name, experiment in experiments.items():
+        if request.variants and name not in request.variants:
+            continue
+        chosen = _choose(available, request.only, request.start, experiment.only)
+        home = (request.run_dir or root / "runs" / experiment.run.name) / name
+        for domain in experiment.run.domains:
+            label = " · ".join(filter(None, [experiment.run.name, name, domain]))
+            jobs.append(_Job(label, experiment, domain, home / domain, chosen))
+    return jobs
+
+
+def run(job: _Job, request: Request, root: Path, terminal: Terminal) -> None:
+    """Run the stages of one run folder that have no valid result yet."""
+    terminal.say(f"{job.label}: {job.run_dir}")
+    seconds: dict[str, tuple[float, bool]] = {}
+    for k, notebook in enumerate(job.notebooks, start=1):
+        stem, folder = notebook.stem, job.run_dir / notebook.stem
+        executed = job.run_dir / "executed" / notebook.name
+        parts = stages.fingerprint(job.experiment, notebook, job.domain, root / "alar")
+        reason = "forced" if request.force else stages.reason_to_run(folder, parts)
+        if not reason and not executed.exists():
+            reason = "its executed notebook is missing"
+        if not reason:
+            record = stages.read_record(folder / runs.FINISHED)
+            seconds[stem] = record["seconds"], True
+            terminal.stage_skipped(k, len(job.notebooks), stem, record["seconds"])
+            continue
+        runs.hold_stage(job.run_dir, stem)
+        if stages.begin(folder, parts, fresh=request.force):
+            reason = "resumed where it was interrupted"
+        flat = params.flatten(job.experiment, notebook, domain=job.domain, run_dir=_portable(job.run_dir, root))
+        _write_flat(job.run_dir / "executed" / f"{stem}.params.yaml", notebook, flat)
+        runs.let_go_of_stage(job.run_dir, stem)
+        terminal.stage_starts(k, len(job.notebooks), stem, reason)
+        began, outcome = time.time(), "failed"
+
+        def tick():
+            stages.note_inputs(folder, runs.read_inputs(folder))
+            terminal.tick()
+
+        try:
+            execute(notebook, executed, flat, root=root, threads=job.experiment.run.threads,
+                    on_cell=terminal.cell, on_progress=terminal.bar, on_tick=tick)
+            outcome = "done"
+        except KeyboardInterrupt:
+            outcome = "interrupted"
+            raise
+        finally:
+            terminal.stage_ends(outcome)
+        record = stages.finish(folder, parts, time.time() - began)
+        provenance.update(job.run_dir, job.experiment, job.domain, str(request.params), stem, record, root)
+        seconds[stem] = record["seconds"], False
+    terminal.summary(job.run_dir, seconds)
+
+
+def _choose(available: list[Path], only: tuple[str, ...], start: str, limited: tuple[str, ...]) -> tuple[Path, ...]:
+    def check(given):
+        if not any(_is(notebook, given) for notebook in available):
+            raise NotebookError(f"no notebook has the number {given!r}; there are "
+                                + ", ".join(notebook.stem for notebook in available))
+
+    for given in (*only, *limited, *filter(None, [start])):
+        check(given)
+    chosen = [n for n in available if not limited or any(_is(n, given) for given in limited)]
+    if only:
+        chosen = [n for n in chosen if any(_is(n, given) for given in only)]
+    if start:
+        first = next(i for i, n in enumerate(available) if _is(n, start))
+        chosen = [n for n in chosen if n in available[first:]]
+    return tuple(chosen)
+
+
+def _is(notebook: Path, given: str) -> bool:
+    return given in (notebook.stem, notebook.name) or (given.isdigit() and notebook.name[:2] == given.zfill(2))
+
+
+def _list(job: _Job, root: Path, terminal: Terminal) -> None:
+    terminal.say(f"{job.label}: {job.run_dir}")
+    for notebook in job.notebooks:
+        folder = job.run_dir / notebook.stem
+        reason = stages.reason_to_run(folder, stages.fingerprint(job.experiment, notebook, job.domain, root / "alar"))
+        record = None if reason else stages.read_record(folder / runs.FINISHED)
+        terminal.say(f"  {notebook.stem:<22}" + (f"to run: {reason}" if reason else f"finished ({duration(record['seconds'])})"))
+
+
+@contextlib.contextmanager
+def _lock(run_dir: Path) -> Iterator[None]:
+    """Refuse a second run in the same folder; the system frees the lock however this process ends."""
+    import os
+
+    home = run_dir / runs.LOCKS
+    home.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(home / RUN_LOCK)
+    holder = home / f"{RUN_LOCK}.json"
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        record = stages.read_record(holder) or {"pid": "unknown", "since": "unknown"}
+        raise runs.RunError(f"{run_dir}: another run is at work here (process {record['pid']}, since {record['since']}); "
+                            "wait for it, or choose another folder with --run-dir") from None
+    try:
+        write_json(holder, {"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def _ending_on_terminate() -> Iterator[None]:
+    """Let SIGTERM end the run as Ctrl-C does, with its kernel."""
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not in the main thread, where signals arrive
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _write_flat(path: Path, notebook: Path, flat: dict) -> None:
+    with replacing(path) as aside:
+        aside.write_text(f"# papermill notebooks/{notebook.name} out.ipynb -f {path.name}\n"
+                         + yaml.safe_dump(flat, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def _portable(run_dir: Path, root: Path) -> str:
+    """Relative to the repository if inside it, so that a run folder can move with the repository."""
+    run_dir = run_dir.resolve()
+    return run_dir.relative_to(root.resolve()).as_posix() if run_dir.is_relative_to(root.resolve()) else str(run_dir)

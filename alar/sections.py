@@ -1,0 +1,255 @@
+"""The typed sections of a parameter file: every name, default and range of the study.
+
+One frozen pydantic model per section; `Experiment` holds them all. The defaults are the laptop's, so that
+`params/laptop.yaml` states only what it wants to say aloud. Types are strict: a number in quotes is an error,
+never a silent conversion. To add a parameter, add a field here and declare the name in the `parameters` cell
+of the notebook that uses it; to add a section, add a model, a field of `Experiment`, and, if a notebook owns
+it, a line in `OWN_SECTION`. Reading files is the work of `alar.params`.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Domain = Literal["search"]
+
+# A file or folder. `alar.params` checks that it exists and the stage cache follows its content, not its name.
+Location = Annotated[str, "location"]
+# A folder if it looks like one ("./x", "/x", "a/b" that exists), else a name on the model hub or a keyword.
+LocationOrName = Annotated[str, "location or name"]
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+CountOrNone = Annotated[int, Field(ge=0)]
+
+# Which section's keys keep their plain name in a notebook; any other section's carry the section as a prefix.
+OWN_SECTION = {
+    "00_start_here": "start",
+    "01_latent_model": "model",
+    "02_teacher_traces": "teacher",
+    "03_aasd": "aasd",
+    "04_mode_warmup": "warmup",
+    "05_ar_grpo": "rl",
+    "06_benchmark_eval": "eval",
+    "07_figures": "figures",
+}
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    def inconsistencies(self) -> list[tuple[str, str]]:
+        """(key, what is wrong) for values that are valid one by one but not together."""
+        return []
+
+
+class Run(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "laptop"
+    domains: Annotated[list[Domain], Field(min_length=1)] = ["search"]
+    seed: CountOrNone = 0
+    threads: CountOrNone = 0  # 0 = all cores
+    report_to: Literal["none", "tensorboard", "wandb"] = "none"
+
+    def inconsistencies(self):
+        if len(set(self.domains)) < len(self.domains):
+            return [("domains", f"{self.domains} names a domain twice")]
+        return []
+
+
+class Start(Section):
+    pass
+
+
+class Model(Section):
+    base: LocationOrName = "embedded"  # "embedded", "scratch", a name on the hub, or a folder
+    num_latent: Annotated[int, Field(ge=0, le=16)] = 4  # K
+    projector_size: CountOrNone = 0  # 0 = the model's hidden size
+    projector_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    projector_layer_norm: bool = True
+    projector_residual: bool = False
+    projector_scale: Literal["one", "embedding_rms"] = "one"
+
+
+class Pretrain(Section):
+    """Used when `model.base` is "scratch"."""
+
+    steps: CountOrNone = 3000
+    batch_size: Count = 64
+    learning_rate: Rate = 2e-3
+    worlds: Count = 24
+    questions_per_world: Count = 1500
+    hidden_size: Annotated[int, Field(ge=32, multiple_of=32)] = 128
+    layers: Count = 4
+    vocabulary: Annotated[int, Field(ge=512)] = 3072
+
+
+class Retrieval(Section):
+    backend: Literal["tfidf", "e5", "http"] = "tfidf"
+    topk: Count = 2
+    url: str = ""
+    corpus: Location = ""
+    index: Location = ""
+    model: LocationOrName = "intfloat/e5-base-v2"
+
+    def inconsistencies(self):
+        if self.backend == "http" and not self.url.startswith(("http://", "https://")):
+            return [("url", f"{self.url!r} is no address; backend http needs the server's, "
+                            "such as http://127.0.0.1:8000")]
+        if self.backend == "e5" and not self.corpus:
+            return [("corpus", "is empty; backend e5 needs the passages it searches, a JSONL file")]
+        return []
+
+
+class Rollout(Section):
+    engine: Literal["hf", "vllm"] = "hf"
+    batch_size: Count = 256
+    max_turns: Count = 6
+    max_new_tokens: Count = 128
+
+
+class Teacher(Section):
+    questions: Count = 4000
+    worlds: Count = 24
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    questions_file: Location = ""  # JSONL with question and answers; "" = the embedded world
+
+
+class Supervised(Section):
+    """What AASD and mode warm-up share (FACTS: the published values are in the paper-scale files)."""
+
+    learning_rate: Rate = 1e-3
+    epochs: Annotated[float, Field(gt=0)] = 3.0
+    batch_size: Count = 16
+    gradient_accumulation: Count = 1
+    warmup_ratio: Share = 0.03
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    latent_gradient: Literal["published", "full", "projector_only"] = "published"
+    trainable: Literal["lora", "full"] = "lora"
+    lora_rank: Count = 16
+    lora_alpha: Count = 32
+    max_examples: CountOrNone = 0  # 0 = all
+
+
+class Aasd(Supervised):
+    kind: Literal["latent", "constant"] = "latent"  # "constant": K learned vectors, the pause-token control
+
+
+class Warmup(Supervised):
+    latent_probability: Share = 0.5
+
+
+class Rl(Section):
+    steps: Count = 60
+    prompts_per_step: Count = 8
+    group_size: Annotated[int, Field(ge=2)] = 8
+    gradient_accumulation: Count = 1
+    learning_rate: Rate = 3e-4
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    kl_coefficient: Annotated[float, Field(ge=0)] = 1e-3
+    clip_low: Share = 0.2
+    clip_high: Share = 0.2
+    alpha: Annotated[float, Field(ge=0)] = 0.3
+    length_tolerance: Annotated[float, Field(ge=0)] = 0.0  # characters; 0 = the base's median think length
+    variant: Literal["published", "repaired"] = "repaired"
+    credit: Literal["trajectory", "turn"] = "turn"
+    explore_fraction: Share = 0.5  # of each group's rollouts, whose modes are drawn at random turn by turn
+    mode_weight: Annotated[float, Field(ge=0)] = 1.0
+    latents: Literal["recomputed", "cached"] = "recomputed"
+    trainable: Literal["lora", "full"] = "lora"
+    lora_rank: Count = 16
+    lora_alpha: Count = 32
+    train_projector: bool = False
+    worlds: Count = 24
+    validation_every: CountOrNone = 10  # 0 = never
+    validation_questions: Count = 128
+    checkpoint_every: Count = 10
+    trainer: Literal["single", "verl"] = "single"
+
+    def inconsistencies(self):
+        found = []
+        explored = self.group_size * self.explore_fraction
+        if 0 < explored < 1:
+            found.append(("explore_fraction", f"{self.explore_fraction} of a group of {self.group_size} is less than "
+                                              f"one rollout; use 0, or at least {1 / self.group_size:.3g}"))
+        if self.train_projector and self.latents == "cached":
+            found.append(("train_projector", "cached latents carry no gradient to the projector; "
+                                             "set rl.latents: recomputed"))
+        return found
+
+
+class Eval(Section):
+    checkpoint: Location = ""  # a model folder: evaluate only this one
+    questions: Count = 1500
+    control_questions: Count = 400
+    oracle_questions: Count = 300
+    sets: Annotated[list[str], Field(min_length=1)] = ["real"]
+    questions_file: Location = ""
+    bootstrap: Annotated[int, Field(ge=100)] = 10000
+    controls: bool = True
+    oracle: bool = True
+
+
+class Figures(Section):
+    formats: Annotated[list[Literal["png", "svg", "pdf"]], Field(min_length=1)] = ["png", "svg"]
+    publish_to: str = ""
+
+
+class Experiment(Section):
+    """Everything one parameter file says about one run (or about one of its variants)."""
+
+    run: Run = Run()
+    start: Start = Start()
+    model: Model = Model()
+    pretrain: Pretrain = Pretrain()
+    retrieval: Retrieval = Retrieval()
+    rollout: Rollout = Rollout()
+    teacher: Teacher = Teacher()
+    aasd: Aasd = Aasd()
+    warmup: Warmup = Warmup()
+    rl: Rl = Rl()
+    eval: Eval = Eval()
+    figures: Figures = Figures()
+    only: tuple[str, ...] = Field(default=(), exclude=True)  # stages a variant is limited to
+    stated: tuple[tuple[str, str, str], ...] = Field(default=(), exclude=True)  # (section, key, where) in the files
+
+    def inconsistencies(self):
+        """(section.key, what is wrong) over all sections."""
+        found = [
+            (f"{name}.{key}", problem)
+            for name, section in self.sections().items()
+            for key, problem in section.inconsistencies()
+        ]
+        if self.model.base == "scratch" and self.pretrain.steps == 0:
+            found.append(("pretrain.steps", "is 0, but model.base is scratch: nothing would be learnt"))
+        if self.aasd.kind == "constant" and self.model.num_latent == 0:
+            found.append(("aasd.kind", "constant needs latent positions, but model.num_latent is 0"))
+        return found
+
+    def sections(self) -> dict[str, Section]:
+        return {name: getattr(self, name) for name in section_models()}
+
+
+def section_models() -> dict[str, type[Section]]:
+    """Section name → its model, in file order."""
+    return {
+        name: field.annotation
+        for name, field in Experiment.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+    }
+
+
+def field_kind(section: str, key: str) -> str:
+    """"location", "location or name", "str" or "" (anything else) for one field."""
+    field = section_models()[section].model_fields[key]
+    for mark in field.metadata:
+        if mark in ("location", "location or name"):
+            return mark
+    return "str" if field.annotation is str else ""
+
+
+def defaults() -> dict[str, dict[str, Any]]:
+    """Section → key → default, as plain values."""
+    return {name: model().model_dump() for name, model in section_models().items()}

@@ -1,0 +1,239 @@
+"""Pretraining of the embedded base model: a tokenizer and a small Qwen2 from explicit-mode trajectories.
+
+Every trajectory asks about a counterfactual world of its own, with passages from the real retriever, and reasons in
+text; the loss covers what the policy writes. Repeated by `params/laptop-from-scratch.yaml`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterator
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from alar import protocol
+from alar.rollout.codec import Codec
+from alar.search import questions
+from alar.search.retriever import build
+from alar.search.world import world
+
+# The pre-tokenizer of Qwen2.5 and Qwen3: digits one by one, words with their leading space.
+QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MIXTURE = ("single", "bridge", "comparison", "arithmetic", "arithmetic")  # arithmetic is two skills in one type
+SPARE_ROWS = 16  # of the embedding table; the first becomes the latent token
+SAVE_EVERY = 200  # steps
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class PretrainConfig:
+    """Sizes and schedule: warm-up, then a constant rate, then a linear decay over the last `decay_fraction` of the steps."""
+
+    steps: int = 3600
+    batch_size: int = 32
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.01
+    warmup_steps: int = 100
+    decay_fraction: float = 0.35
+    questions_per_world: int = 1536
+    topk: int = 2
+    hidden_size: int = 128
+    layers: int = 4
+    heads: int = 4
+    key_value_heads: int = 2
+    vocabulary: int = 3072
+    seed: int = 0
+
+
+def solved_texts(world_name: str, count: int, seed: int, topk: int) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+    """(question, [(thought, action text, observation)]) of questions whose passages the retriever does find."""
+    solved = questions.solved_questions(world_name, count, seed, MIXTURE)
+    retriever = build("tfidf", passages=world(world_name).passages())
+    queries = [step.argument for item in solved for step in item.steps if step.action == "search"]
+    hits = iter(retriever.search(queries, topk))
+    for item in solved:
+        turns, found = [], True
+        for step in item.steps:
+            observation = ""
+            if step.action == "search":
+                passages = [(hit.passage.title, hit.passage.text) for hit in next(hits)]
+                found &= step.argument in (title.replace(",", "") for title, _ in passages)
+                observation = protocol.observation_text(passages)
+            turns.append((step.thought, step.action, step.argument, observation))
+        if found:
+            yield item.question.text, turns
+
+
+def train_tokenizer(config: PretrainConfig) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with Qwen's pre-tokenizer. Open tags are left out of the training text, so that `<latent>` keeps
+    three pieces, as in Qwen's own vocabulary."""
+    texts = []
+    for number in range(4):
+        name = f"counterfactual-{questions.FIRST_PRETRAINING_WORLD - 1 - number}"
+        for question, turns in solved_texts(name, 1500, config.seed, config.topk):
+            texts.append(protocol.prompt_text(question))
+            for thought, action, argument, observation in turns:
+                texts.append(f"{protocol.think_block(thought)}\n\n{protocol.action_text(action, argument)}{observation}")
+    texts.extend([protocol.LATENT_CLOSE + "\n\n"] * 2000)
+    for tag in ("think", "latent", "search", "answer", "information"):
+        texts = [text.replace(f"<{tag}>", "\n") for text in texts]
+    for special in SPECIAL_TOKENS:
+        texts = [text.replace(special, " ") for text in texts]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocabulary - SPARE_ROWS,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def build_model(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    torch.manual_seed(config.seed)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=config.vocabulary,
+            hidden_size=config.hidden_size,
+            intermediate_size=3 * config.hidden_size,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.key_value_heads,
+            max_position_embeddings=2048,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            tie_word_embeddings=True,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+        )
+    )
+
+
+def encode_trajectory(codec: Codec, question: str, turns) -> tuple[list[int], list[int]]:
+    """ids and labels (-100 where the policy did not write)."""
+    ids = codec.prompt(question)
+    labels = [-100] * len(ids)
+    for number, (thought, action, argument, observation) in enumerate(turns):
+        turn, _ = codec.think_turn(thought, action, argument, first=number == 0)
+        if action == "answer":
+            turn = [*turn, codec.tokenizer.eos_token_id]
+        seen = codec.observation(observation) if observation else []
+        ids += turn + seen
+        labels += turn + [-100] * len(seen)
+    return ids, labels
+
+
+def batches(codec: Codec, config: PretrainConfig) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless right-padded batches (B, T) of ids and labels, one world after another, of similar lengths."""
+    rng, number = random.Random(config.seed), 0
+    pad = codec.tokenizer.pad_token_id
+    while True:
+        name = f"counterfactual-{questions.FIRST_PRETRAINING_WORLD + number}"
+        number += 1
+        items = [
+            encode_trajectory(codec, question, turns)
+            for question, turns in solved_texts(name, config.questions_per_world, config.seed, config.topk)
+        ]
+        items.sort(key=lambda item: len(item[0]))
+        groups = [items[i : i + config.batch_size] for i in range(0, len(items), config.batch_size)]
+        rng.shuffle(groups)
+        for group in groups:
+            length = max(len(ids) for ids, _ in group)
+            yield (
+                torch.tensor([ids + [pad] * (length - len(ids)) for ids, _ in group]),
+                torch.tensor([labels + [-100] * (length - len(labels)) for _, labels in group]),
+            )
+
+
+def policy_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy on the labelled tokens only. Right padding needs no mask under causal attention."""
+    hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]  # (B, T-1, H)
+    targets = labels[:, 1:]
+    scored = targets != -100
+    return torch.nn.functional.cross_entropy(model.lm_head(hidden[scored]), targets[scored])
+
+
+def _sizes(config: PretrainConfig) -> list[int]:
+    return [config.hidden_size, config.layers, config.heads, config.key_value_heads, config.vocabulary, config.batch_size]
+
+
+def pretrain(folder: str | Path, config: PretrainConfig, *, log=None) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
+    """Train tokenizer and model, save both in `folder` with `training.jsonl`.
+
+    Every `SAVE_EVERY` steps `folder`/resume.pt is replaced; a later call with the same config goes on from there, over the same
+    batches. The tokenizer and the weights in `folder` are usable from the first of these moments on.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(config)
+    tokenizer.save_pretrained(folder)
+    model, codec = build_model(config, tokenizer), Codec(tokenizer)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=config.weight_decay
+    )
+    resume = folder / "resume.pt"
+    done, tokens, seconds, rows = 0, 0, 0.0, []
+    if resume.exists():
+        state = torch.load(resume, weights_only=True)
+        if state["sizes"] != _sizes(config):
+            raise ValueError(f"{resume}: was made with another config ({state['sizes']}); remove the folder to start anew")
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        done, tokens, seconds, rows = state["step"], state["tokens"], state["seconds"], state["rows"]
+    losses: list[float] = []
+    started = time.perf_counter() - seconds
+    for step, (ids, labels) in enumerate(batches(codec, config), start=1):
+        if step <= done:
+            continue
+        if step > config.steps:
+            break
+        remaining = (config.steps - step + 1) / (config.decay_fraction * config.steps)
+        rate = config.learning_rate * min(1.0, step / config.warmup_steps, remaining)
+        loss = policy_loss(model, ids, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        tokens += ids.numel()
+        losses.append(loss.item())
+        if step % 50 == 0 or step == config.steps:
+            seconds = round(time.perf_counter() - started, 1)
+            row = {"step": step, "loss": round(sum(losses) / len(losses), 5), "learning_rate": rate}
+            rows.append(row | {"tokens": tokens, "seconds": seconds})
+            losses = []
+            (folder / "training.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+            if log:
+                log(rows[-1])
+        if step % SAVE_EVERY == 0 or step == config.steps:
+            model.save_pretrained(folder)
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "sizes": _sizes(config)}
+            partial = resume.with_suffix(".partial")
+            torch.save(state | {"tokens": tokens, "seconds": seconds, "rows": rows}, partial)
+            partial.replace(resume)
+    return model, tokenizer

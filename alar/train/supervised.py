@@ -1,0 +1,144 @@
+"""Supervised stages (AASD and mode warm-up) on transformers' Trainer, with LoRA from peft or all weights.
+
+The projector is always trained in full, in float32. What comes back is an ordinary latent model: LoRA is merged.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from typing import Callable, Sequence
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import DataLoader
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from alar.train.examples import Example, SimilarBatches, collate
+
+LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+@dataclass(frozen=True)
+class SupervisedConfig:
+    """Published values as defaults, but for the batch: 16 per device, one epoch, cosine with 3 % warm-up."""
+
+    learning_rate: float = 1e-4
+    epochs: float = 1.0
+    batch_size: int = 16
+    gradient_accumulation: int = 1
+    warmup_ratio: float = 0.03
+    weight_decay: float = 0.0
+    latent_gradient: str = "published"
+    trainable: str = "lora"  # "lora" | "full"
+    lora_rank: int = 16
+    lora_alpha: int = 32
+    seed: int = 0
+
+
+def trainable_model(model, trainable: str, *, lora_rank: int, lora_alpha: int, train_projector: bool = True):
+    """Mark what trains: LoRA on q, k, v, o ("lora") or every weight ("full"); the projector by `train_projector`."""
+    if trainable == "lora":
+        config = LoraConfig(
+            r=lora_rank, lora_alpha=lora_alpha, target_modules=LORA_TARGETS, lora_dropout=0.0, task_type="CAUSAL_LM"
+        )
+        wrapped = get_peft_model(model, config)
+    elif trainable == "full":
+        wrapped = model.requires_grad_(True)
+    else:
+        raise ValueError(f"trainable {trainable!r}: expected 'lora' or 'full'")
+    projector = getattr(model.model, "projector", None)
+    if projector is not None:
+        projector.requires_grad_(train_projector)
+    return wrapped
+
+
+def merged(model):
+    """The plain latent model again, LoRA folded into its weights."""
+    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+
+
+class LatentTrainer(Trainer):
+    """Trainer with batches of similar shape; the loss is the model's own."""
+
+    def __init__(self, *args, examples: Sequence[Example], latent_gradient: str, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.examples, self.latent_gradient = examples, latent_gradient
+
+    def get_train_dataloader(self) -> DataLoader:
+        sampler = SimilarBatches(self.examples, self.args.train_batch_size, self.args.seed)
+        loader = DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        extra = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+        outputs = model(**inputs, latent_gradient=self.latent_gradient, **extra)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class _Report(TrainerCallback):
+    def __init__(self, log: Callable[[dict], None]):
+        self.log = log
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs and "loss" in logs:
+            self.log(
+                {
+                    "step": state.global_step,
+                    "steps": state.max_steps,
+                    "loss": logs["loss"],
+                    "learning_rate": logs["learning_rate"],
+                    "gradient_norm": logs.get("grad_norm"),
+                }
+            )
+
+
+def train(
+    model, examples: Sequence[Example], pad_token_id: int, config: SupervisedConfig, *, log: Callable[[dict], None] = print
+):
+    """Train a latent model on `examples`; returns it, merged and in eval mode.
+
+    Examples longer than the model's positions, or without a token to learn, are refused rather than cut: a cut could
+    fall inside a latent block.
+    """
+    limit = model.config.max_position_embeddings
+    for number, example in enumerate(examples):
+        if len(example.ids) > limit:
+            raise ValueError(f"example {number} has {len(example.ids)} tokens, the model has {limit} positions")
+        if all(label == -100 for label in example.labels):
+            raise ValueError(f"example {number} has no token that carries loss")
+    torch.manual_seed(config.seed)
+    wrapped = trainable_model(
+        model.train(), config.trainable, lora_rank=config.lora_rank, lora_alpha=config.lora_alpha
+    )
+    steps = max(1, round(config.epochs * len(examples) / (config.batch_size * config.gradient_accumulation)))
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = LatentTrainer(
+            wrapped,
+            TrainingArguments(
+                output_dir=scratch,
+                per_device_train_batch_size=config.batch_size,
+                gradient_accumulation_steps=config.gradient_accumulation,
+                max_steps=steps,
+                learning_rate=config.learning_rate,
+                lr_scheduler_type="cosine",
+                warmup_steps=int(config.warmup_ratio * steps),
+                weight_decay=config.weight_decay,
+                logging_steps=max(1, steps // 50),
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                remove_unused_columns=False,
+                seed=config.seed,
+                dataloader_num_workers=0,
+            ),
+            train_dataset=examples,
+            data_collator=partial(collate, pad_token_id=pad_token_id),
+            callbacks=[_Report(log)],
+            examples=examples,
+            latent_gradient=config.latent_gradient,
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return merged(wrapped).requires_grad_(True).eval()

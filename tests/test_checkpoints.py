@@ -1,0 +1,94 @@
+"""One folder per checkpoint: bit-exact round trips, and clear errors instead of random weights."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from alar.model import embedded, from_base, load, save
+
+
+def same_weights(one, other) -> bool:
+    a, b = one.state_dict(), other.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_save_and_load_are_bit_exact_and_auto_classes_know_the_folder(random_model, tmp_path, family):
+    model, tokenizer = random_model(family)
+    folder = save(model, tokenizer, tmp_path / "checkpoint")
+    again, tokenizer_again = load(folder)
+    assert same_weights(model, again) and len(tokenizer_again) == len(tokenizer)
+    assert type(AutoModelForCausalLM.from_pretrained(folder)) is type(model)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == f"latent_{family}"
+
+
+def test_saving_over_a_checkpoint_replaces_it_whole(random_model, tmp_path):
+    model, tokenizer = random_model()
+    save(random_model(num_latent=2)[0], tokenizer, tmp_path / "checkpoint")
+    save(model, tokenizer, tmp_path / "checkpoint")
+    assert load(tmp_path / "checkpoint")[0].config.num_latent == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_a_missing_projector_is_an_error(random_model, tmp_path):
+    folder = save(*random_model(), tmp_path / "checkpoint")
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {k: v for k, v in weights.items() if "projector" not in k}, folder / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(ValueError, match="the projector missing"):
+        load(folder)
+
+
+def test_another_k_than_asked_for_is_an_error(random_model, tmp_path):
+    folder = save(*random_model(num_latent=2), tmp_path / "checkpoint")
+    with pytest.raises(ValueError, match="K = 2, but K = 4"):
+        load(folder, num_latent=4)
+
+
+def test_a_missing_folder_names_itself(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        load(tmp_path / "nowhere")
+
+
+def test_an_unsupported_architecture_is_refused(tmp_path, tokenizer):
+    small = LlamaConfig(vocab_size=3072, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(small).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="llama"):
+        from_base(tmp_path)
+
+
+def test_k_outside_its_range_is_refused():
+    with pytest.raises(ValueError, match="0 to 16"):
+        from_base("embedded", num_latent=17)
+
+
+def test_the_latent_token_takes_the_first_spare_row_of_the_embedded_model():
+    model, tokenizer = from_base("embedded")
+    base = AutoModelForCausalLM.from_pretrained(embedded("search"))
+    assert model.config.latent_token_id == len(tokenizer) - 1 < model.config.vocab_size == base.config.vocab_size
+    assert torch.equal(model.get_input_embeddings().weight, base.get_input_embeddings().weight)
+
+
+def test_an_embedding_table_without_a_spare_row_is_refused(tmp_path, tokenizer):
+    base = AutoModelForCausalLM.from_pretrained(embedded("search"))
+    base.resize_token_embeddings(len(tokenizer))
+    base.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="spare row"):
+        from_base(tmp_path)
+
+
+def test_the_same_seed_gives_the_same_projector(random_model):
+    assert same_weights(random_model()[0], random_model()[0])
+
+
+def test_output_scale_follows_the_embeddings(random_model):
+    model, _ = random_model(projector_scale="embedding_rms")
+    z = model.model.projector(torch.randn(500, model.config.hidden_size), 0)
+    rms = model.get_input_embeddings().weight.pow(2).mean().sqrt()
+    assert z.pow(2).mean().sqrt().item() == pytest.approx(rms.item(), rel=0.02)

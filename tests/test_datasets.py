@@ -1,0 +1,217 @@
+"""Loaders of the published sets, on files of the published shape, and of anybody's own files."""
+
+import json
+import re
+
+import pandas as pd
+import pytest
+
+from alar.records import Question
+from alar.search.datasets import DatasetError, load_questions, published_sizes, summary
+
+
+def write_jsonl(path, records):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def rows(split, count):
+    return [
+        {"id": f"{split}_{i}", "question": f"who won {split} {i} ", "golden_answers": [f"Winner {i}", f"W. {i}"]}
+        for i in range(count)
+    ]
+
+
+SPLITS = {
+    "nq": ("train", "dev", "test"),
+    "triviaqa": ("train", "dev", "test"),
+    "hotpotqa": ("train", "dev"),
+    "2wikimultihopqa": ("train", "dev"),
+    "musique": ("train", "dev"),
+    "bamboogle": ("test",),
+}
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A folder with FlashRAG's layout: <name>/<split>.jsonl, without the card."""
+    folder = tmp_path / "FlashRAG_datasets"
+    for name, splits in SPLITS.items():
+        for split in splits:
+            write_jsonl(folder / name / f"{split}.jsonl", rows(split, 4 if split == "train" else 3))
+    return folder
+
+
+@pytest.fixture
+def hub_with_card(hub, tmp_path, monkeypatch):
+    """The same with the card that makes `datasets` see one configuration per set, as on the hub."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    lines = ["---", "configs:"]
+    for name, splits in SPLITS.items():
+        lines += [f"- config_name: {name}", "  data_files:"]
+        for split in splits:
+            lines += [f"  - split: {split}", f"    path: {name}/{split}.jsonl"]
+    (hub / "README.md").write_text("\n".join([*lines, "---", "# FlashRAG datasets", ""]))
+    return hub
+
+
+@pytest.mark.parametrize("name", list(SPLITS))
+def test_published_sets_load_from_the_split_that_is_evaluated(hub, name):
+    split = "test" if "test" in SPLITS[name] else "dev"
+    assert load_questions(name, hub=hub) == [
+        Question(f"{name}/{split}_{i}", f"who won {split} {i}", (f"Winner {i}", f"W. {i}"), type=name) for i in range(3)
+    ]
+
+
+def test_the_six_published_sets_are_known():
+    assert set(published_sizes) == set(SPLITS)
+
+
+@pytest.mark.parametrize("name", ["nq", "hotpotqa", "bamboogle"])
+def test_the_datasets_library_gives_the_same_questions(hub_with_card, name):
+    through_library = load_questions(name, hub=hub_with_card)
+    (hub_with_card / "README.md").unlink()
+    assert through_library == load_questions(name, hub=hub_with_card)
+
+
+def test_a_split_can_be_chosen(hub_with_card):
+    assert [question.id for question in load_questions("nq", hub=hub_with_card, split="train")][-1] == "nq/train_3"
+    with pytest.raises(DatasetError, match=r"\(nq\): no split validation; it has train, dev, test"):
+        load_questions("nq", hub=hub_with_card, split="validation")
+
+
+def test_a_broken_row_of_the_library_is_named(hub_with_card):
+    records = rows("test", 5)
+    records[3]["golden_answers"] = []
+    write_jsonl(hub_with_card / "nq" / "test.jsonl", records)
+    with pytest.raises(DatasetError, match=r"FlashRAG_datasets \(nq, test\), row 4: golden_answers: there is no answer"):
+        load_questions("nq", hub=hub_with_card)
+
+
+def test_an_unreachable_hub_is_an_error_with_a_remedy(monkeypatch):
+    import datasets
+
+    def refuse(*arguments, **keywords):
+        raise ConnectionError("Couldn't reach the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(DatasetError, match=r"RUC-NLPIR/FlashRAG_datasets \(nq\): .*Couldn't reach(.|\n)*folder as `hub`"):
+        load_questions("nq")
+
+
+def test_search_r1s_training_set_keeps_questions_of_both_sources_apart(tmp_path):
+    frame = pd.DataFrame(
+        [
+            {
+                "id": f"train_{i}",
+                "question": f"question {i} of {source}?",
+                "golden_answers": [f"answer {i}"],
+                "data_source": source,
+                "prompt": [{"content": "Answer the given question.", "role": "user"}],
+                "reward_model": {"ground_truth": {"target": [f"answer {i}"]}, "style": "rule"},
+            }
+            for source in ("nq", "hotpotqa")
+            for i in range(3)
+        ]
+    )
+    frame.to_parquet(tmp_path / "train.parquet")
+    questions = load_questions("nq_hotpotqa_train", hub=tmp_path)
+    assert [question.id for question in questions] == [f"{s}/train_{i}" for s in ("nq", "hotpotqa") for i in range(3)]
+    assert questions[4] == Question("hotpotqa/train_1", "question 1 of hotpotqa?", ("answer 1",), type="hotpotqa")
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"golden_answers": ["sol", "Peruvian sol"]},
+        {"answers": ["sol", "Peruvian sol"]},
+        {"answer": ["sol", " Peruvian sol ", "sol", ""]},
+    ],
+)
+def test_own_files_may_call_the_answers_by_three_names(tmp_path, answers):
+    record = {"question": "Which currency has Peru?", **answers}
+    expected = Question("mine/0", "Which currency has Peru?", ("sol", "Peruvian sol"), type="mine")
+    assert load_questions(write_jsonl(tmp_path / "mine.jsonl", [record])) == [expected]
+    pd.DataFrame([record]).to_parquet(tmp_path / "mine.parquet")
+    assert load_questions(str(tmp_path / "mine.parquet")) == [expected]
+
+
+def test_own_files_may_give_one_answer_as_text_an_id_and_a_type(tmp_path):
+    record = {"_id": 17, "question": "Zürich?", "answer": "Schweiz", "type": "bridge"}
+    path = write_jsonl(tmp_path / "mine.jsonl", [record])
+    assert load_questions(path) == [Question("mine/17", "Zürich?", ("Schweiz",), type="bridge")]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ('{"question": "q", "answers": ["a"', r"mine\.jsonl:3: not a JSON object"),
+        ('["q", "a"]', r"mine\.jsonl:3: not a JSON object but list"),
+        ('{"answers": ["a"]}', r"mine\.jsonl:3: question: expected a text, got None"),
+        ('{"question": " ", "answers": ["a"]}', r"mine\.jsonl:3: question: expected a text"),
+        ('{"question": "q"}', r"mine\.jsonl:3: no answers: expected one of the fields golden_answers, answers, answer"),
+        ('{"question": "q", "answers": []}', r"mine\.jsonl:3: answers: there is no answer"),
+        ('{"question": "q", "answer": "  "}', r"mine\.jsonl:3: answer: there is no answer"),
+        ('{"question": "q", "answers": ["a", 3]}', r"mine\.jsonl:3: answers: expected a text or a list of texts"),
+        ('{"question": "q", "answer": {"value": "a"}}', r"mine\.jsonl:3: answer: expected a text or a list"),
+        ('{"id": "x", "question": "q", "answer": "a"}', r"mine\.jsonl:3: id: 'mine/x' was used before, at .*mine\.jsonl:1"),
+    ],
+)
+def test_a_broken_row_is_named_with_file_line_and_field(tmp_path, record, message):
+    good = '{"id": "x", "question": "q", "answers": ["a"]}'
+    path = tmp_path / "mine.jsonl"
+    path.write_text(f"{good}\n\n{record}\n")
+    with pytest.raises(DatasetError, match=message):
+        load_questions(path)
+
+
+def test_a_missing_column_of_a_parquet_file_is_named(tmp_path):
+    pd.DataFrame({"question": ["q"], "gold": ["a"]}).to_parquet(tmp_path / "mine.parquet")
+    with pytest.raises(DatasetError, match=r"mine\.parquet, row 1: no answers"):
+        load_questions(tmp_path / "mine.parquet")
+    (tmp_path / "mine.parquet").write_bytes(b"PAR1 cut off")
+    with pytest.raises(DatasetError, match=r"mine\.parquet: not a readable Parquet file"):
+        load_questions(tmp_path / "mine.parquet")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("trivia_qa", "neither a file nor a known set; known sets: nq, triviaqa"),
+        ("empty.jsonl", "no questions"),
+        ("notes.txt", "unknown kind of file '.txt'"),
+    ],
+)
+def test_unusable_sources_are_refused(tmp_path, monkeypatch, source, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(DatasetError, match=message):
+        load_questions(source)
+
+
+def test_a_folder_without_the_set_says_what_it_looked_for(tmp_path):
+    with pytest.raises(DatasetError, match=re.escape("nq: no test.jsonl or dev.jsonl or train.jsonl here")):
+        load_questions("nq", hub=tmp_path)
+
+
+def test_a_limit_takes_the_same_questions_whatever_their_order_and_smaller_samples_are_nested(tmp_path):
+    records = [{"id": str(i), "question": f"q{i}", "answer": "a"} for i in range(200)]
+    path = write_jsonl(tmp_path / "mine.jsonl", records)
+    twenty, fifty = load_questions(path, limit=20), load_questions(path, limit=50)
+    assert len(twenty) == 20 and set(twenty) < set(fifty)
+    numbers = [int(question.text[1:]) for question in fifty]
+    assert numbers == sorted(numbers) and numbers != list(range(50))
+    write_jsonl(path, records[::-1])
+    assert set(load_questions(path, limit=20)) == set(twenty)
+    assert len(load_questions(path, limit=1000)) == 200
+
+
+def test_the_summary_names_the_published_size_only_where_it_differs(hub):
+    questions = load_questions("nq", hub=hub)
+    assert summary("nq", questions) == "nq: 3 questions (the published set has 3,610)"
+    assert summary("nq", questions * 1203 + questions[:1]) == "nq: 3,610 questions"
+    assert summary("mine", questions) == "mine: 3 questions"

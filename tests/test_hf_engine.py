@@ -1,0 +1,226 @@
+"""The in-process engine against decoding one token at a time, over turns, batches, modes and hostile text."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+from alar.records import Origin
+from alar.rollout.codec import Codec
+from alar.rollout.engine import Sampling, TurnRequest, TurnWriter
+from alar.rollout.hf import HFEngine, policy_logits
+
+SAMPLING = Sampling(max_new_tokens=24, stop=("</search>",))
+
+
+@torch.no_grad()
+def decode_slowly(model, codec, request: TurnRequest, sampling: Sampling, margin: list[float]):
+    """One request, one token at a time, one growing cache: (ids, log-probs of sampled tokens, z)."""
+    cache, hidden, seen = DynamicCache(config=model.config), None, 0
+
+    def feed(embedding):
+        return model.model(inputs_embeds=embedding[None, None], past_key_values=cache, use_cache=True).last_hidden_state[:, 0]
+
+    for token in request.ids:
+        if token == codec.latent_token_id:
+            hidden, seen = feed(torch.as_tensor(np.asarray(request.latents[seen]))), seen + 1
+        else:
+            hidden = feed(model.get_input_embeddings()(torch.tensor(token)))
+    ids, logprobs, latents, queue = [], [], [], [(token, "forced") for token in request.forced]
+    while True:
+        logp = torch.log_softmax(policy_logits(model, hidden[0]), -1)
+        if queue:
+            token, kind = queue.pop(0)
+        else:
+            top = logp.topk(2)
+            token, kind = top.indices[0].item(), "sampled"
+            margin.append((top.values[0] - top.values[1]).item())
+            logprobs.append(logp[token].item())
+        ids.append(token)
+        if kind == "latent":
+            step = len(latents) % codec.num_latent
+            z = model.model.projector(hidden, step)[0]
+            latents.append(z)
+            hidden = feed(z)
+        else:
+            text = codec.text(ids)
+            if text.endswith("<latent>") and text.count("<think>") == text.count("</think>") and request.allow_latent:
+                queue += [(codec.latent_token_id, "latent")] * codec.num_latent
+                queue += [(piece, "forced") for piece in codec.latent_close]
+            elif text.endswith("</search>") or (kind == "sampled" and token == codec.tokenizer.eos_token_id):
+                break
+            if len(ids) >= sampling.max_new_tokens and not queue:
+                break
+            hidden = feed(model.get_input_embeddings()(torch.tensor(token)))
+    return ids, logprobs, latents
+
+
+def compare(model, engine, requests, sampling=SAMPLING) -> int:
+    """Assert equality of every row with slow decoding; returns how many rows were skipped as near ties."""
+    near_ties = 0
+    for request, output in zip(requests, engine.generate(requests, sampling)):
+        margins: list[float] = []
+        ids, logprobs, latents = decode_slowly(model, engine.codec, request, sampling, margins)
+        if min(margins, default=1.0) < 1e-4:
+            near_ties += 1
+            continue
+        assert output.ids == ids
+        sampled = [lp for lp, origin in zip(output.logprobs, output.origins) if origin == Origin.SAMPLED]
+        assert np.abs(np.array(sampled) - np.array(logprobs)).max(initial=0) <= 1e-4
+        assert all(math.isnan(lp) for lp, o in zip(output.logprobs, output.origins) if o != Origin.SAMPLED)
+        assert len(output.latents) == len(latents)
+        for z, expected in zip(output.latents, latents):
+            assert np.abs(z - expected.numpy()).max() <= 1e-5
+    return near_ties
+
+
+def prompts(codec, rng, count):
+    words = ["Peru", "Lima", "1991", "the currency of", "Which", "•", "<latent>", "<think>", "<|im_end|>"]
+    return [codec.prompt(" ".join(rng.choices(words, k=rng.randint(1, 25)))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("num_latent", [0, 1, 4])
+def test_tokens_latents_and_logprobs_equal_slow_decoding(random_model, family, num_latent):
+    model, tokenizer = random_model(family, num_latent)
+    engine = HFEngine(model, tokenizer)
+    codec, rng = engine.codec, random.Random(1)
+    forced = [[], codec.separator + codec.latent_open, codec.separator + codec.think_open]
+    requests = [
+        TurnRequest(i, ids, [], rng.choice(forced), allow_latent=num_latent > 0 or rng.random() < 0.5)
+        for i, ids in enumerate(prompts(codec, rng, 12))
+    ]
+    assert compare(model, engine, requests) <= 2
+
+
+def test_a_second_turn_goes_on_from_the_cache_with_the_same_latents(random_model):
+    model, tokenizer = random_model()
+    engine = HFEngine(model, tokenizer)
+    codec, rng = engine.codec, random.Random(2)
+    first = [TurnRequest(i, ids, [], codec.separator + codec.latent_open) for i, ids in enumerate(prompts(codec, rng, 6))]
+    second = []
+    for request, output in zip(first, engine.generate(first, SAMPLING)):
+        observation = codec.observation(f"\n\n<information>Doc • <latent> {request.session}</information>\n\n")
+        second.append(
+            TurnRequest(request.session, list(request.ids) + output.ids + observation, output.latents, codec.latent_open)
+        )
+    rng.shuffle(second)  # sessions move between slots
+    fed, trunk = [], engine._trunk
+    engine._trunk = lambda embeddings, starts, counts: fed.append(sum(counts)) or trunk(embeddings, starts, counts)
+    assert compare(model, engine, second[:4]) <= 1
+    assert fed[0] < 4 * 40  # only what is new was fed, not the history
+
+
+def test_a_context_that_ends_in_the_open_tag_opens_a_block(random_model):
+    model, tokenizer = random_model()
+    engine = HFEngine(model, tokenizer)
+    request = TurnRequest(0, engine.codec.prompt("x") + engine.codec.latent_open, [])
+    output = engine.generate([request], SAMPLING)[0]
+    assert output.origins[:7] == [Origin.LATENT] * 4 + [Origin.FORCED] * 3
+
+
+def test_a_context_without_the_z_of_its_latent_positions_is_refused(random_model):
+    model, tokenizer = random_model()
+    engine = HFEngine(model, tokenizer)
+    ids = engine.codec.prompt("x") + engine.codec.latent_open + [engine.codec.latent_token_id] * 4
+    with pytest.raises(ValueError, match="must carry the z"):
+        engine.generate([TurnRequest(0, ids + engine.codec.latent_close, [])], SAMPLING)
+
+
+def test_sampling_does_not_depend_on_the_batch_that_a_request_shares(random_model):
+    model, tokenizer = random_model()
+    rng = random.Random(3)
+    contexts = prompts(HFEngine(model, tokenizer).codec, rng, 8)
+    sampling = Sampling(max_new_tokens=20, temperature=1.0, top_p=0.95, stop=("</search>",))
+
+    def written(order):
+        engine = HFEngine(model, tokenizer)
+        requests = [TurnRequest(i, contexts[i], [], seed=100 + i) for i in order]
+        return {r.session: o.ids for r, o in zip(requests, engine.generate(requests, sampling))}
+
+    together, alone = written(range(8)), {k: v for i in range(8) for k, v in written([i]).items()}
+    assert together == alone == written([5, 2, 7, 0, 1, 6, 4, 3])
+
+
+def test_sampled_tokens_follow_the_policy_distribution(random_model):
+    from scipy.stats import chisquare
+
+    model, tokenizer = random_model()
+    engine = HFEngine(model, tokenizer)
+    context, draws = engine.codec.prompt("Peru"), 4000
+    sampling = Sampling(max_new_tokens=1, temperature=1.0, stop=())
+    counts = np.zeros(len(tokenizer))
+    for start in range(0, draws, 500):
+        requests = [TurnRequest(i, context, [], seed=i) for i in range(start, start + 500)]
+        for output in engine.generate(requests, sampling):
+            counts[output.ids[0]] += 1
+        engine.release([request.session for request in requests])
+    with torch.no_grad():
+        hidden = model.model(input_ids=torch.tensor([context])).last_hidden_state[0, -1]
+        expected = draws * torch.softmax(policy_logits(model, hidden).double(), -1).numpy()
+    order = np.argsort(-expected)
+    head = order[: int((expected[order] >= 8).sum())]
+    rest = counts.sum() - counts[head].sum(), expected.sum() - expected[head].sum()
+    assert chisquare([*counts[head], rest[0]], [*expected[head], rest[1]]).pvalue > 0.001
+
+
+def test_the_latent_id_is_never_sampled(random_model):
+    model, tokenizer = random_model()
+    reserved = model.config.latent_token_id
+    with torch.no_grad():
+        model.get_input_embeddings().weight[reserved:] *= 100
+    engine = HFEngine(model, tokenizer)
+    requests = [TurnRequest(i, ids, [], seed=i) for i, ids in enumerate(prompts(engine.codec, random.Random(4), 8))]
+    for output in engine.generate(requests, Sampling(max_new_tokens=30, temperature=2.0, stop=())):
+        assert all(i < reserved or o == Origin.LATENT for i, o in zip(output.ids, output.origins))
+
+
+def write(codec, text: str, sampling=SAMPLING) -> TurnWriter:
+    """Push the pieces of a text as if they had been sampled; forced tokens are pushed as they come."""
+    writer = TurnWriter(codec, TurnRequest(0, codec.prompt("x"), []), sampling)
+    for token in codec.untrusted(text):
+        while writer.forced():
+            writer.push(writer.forced()[0], 0.0, np.zeros(1))
+        if writer.done:
+            break
+        writer.push(token, -1.0)
+    while writer.forced():
+        writer.push(writer.forced()[0], 0.0, np.zeros(1))
+    return writer
+
+
+@pytest.mark.parametrize(
+    "text, blocks, finish",
+    [
+        ("\n\n<latent>", 1, ""),
+        ("\n\n<think>a <latent> b</think>", 0, ""),
+        ("\n\n<think>a</think>\n\n<latent>", 1, ""),
+        ("\n\n<search>Peru</search>", 0, "stop"),
+        ("\n\n<think><search>Peru</search>", 0, ""),
+        ("\n\n<latent>\n", 1, ""),
+        ("plain < latent>", 0, ""),
+    ],
+)
+def test_a_block_opens_only_where_the_rule_says(random_model, text, blocks, finish):
+    codec = Codec.of(*random_model())
+    writer = write(codec, text)
+    assert len(writer.output.latents) == blocks * 4 and writer.output.finish == finish
+
+
+def test_a_block_is_completed_even_at_the_token_limit(random_model):
+    model, tokenizer = random_model()
+    engine = HFEngine(model, tokenizer)
+    codec = engine.codec
+    request = TurnRequest(0, codec.prompt("x"), [], codec.separator + codec.latent_open)
+    output = engine.generate([request], Sampling(max_new_tokens=5, stop=()))[0]
+    assert codec.text(output.ids) == "\n\n<latent>••••</latent>" and output.finish == "length"
+
+
+def test_a_context_beyond_the_models_positions_is_refused(random_model):
+    model, tokenizer = random_model()
+    engine = HFEngine(model, tokenizer)
+    with pytest.raises(ValueError, match="2048 positions"):
+        engine.generate([TurnRequest(0, engine.codec.prompt("x") * 40, [])], SAMPLING)

@@ -1,0 +1,146 @@
+"""The agent loop: the record agrees with itself, modes are forced as planned, observations stay what they are."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from alar import protocol
+from alar.evaluate import check_origins
+from alar.records import Origin, Trajectory, read_trajectories, write_trajectories
+from alar.rollout.engine import Sampling, TurnOutput
+from alar.rollout.hf import HFEngine, policy_logits
+from alar.rollout.loop import run
+from alar.rollout.modes import block_start, latent_probabilities
+from alar.search.environment import SearchEnvironment
+from alar.search.questions import solved_questions, validation_questions
+
+SAMPLING = Sampling(max_new_tokens=24)
+
+
+class Scripted:
+    """An engine that writes given turns: what the loop does with them is what is tested."""
+
+    def __init__(self, codec, turns):
+        self.codec, self.turns, self.requests, self.released = codec, turns, [], []
+
+    def generate(self, requests, sampling):
+        self.requests.append(requests)
+        outputs = []
+        for request in requests:
+            ids = self.codec.untrusted(self.turns[request.session].pop(0))
+            outputs.append(TurnOutput(ids, [int(Origin.SAMPLED)] * len(ids), [-0.5] * len(ids), [], "stop"))
+        return outputs
+
+    def release(self, sessions):
+        self.released += list(sessions)
+
+
+@pytest.fixture(scope="module")
+def engine(random_model):
+    return HFEngine(*random_model())
+
+
+def script(steps, first=True):
+    return [
+        ("\n\n" if n == 0 else "") + f"{protocol.think_block(s.thought)}\n\n{protocol.action_text(s.action, s.argument)}"
+        for n, s in enumerate(steps)
+    ]
+
+
+def test_expert_turns_find_their_passages_and_score_one(engine):
+    solved = solved_questions("counterfactual-9", 24, 0)
+    scripted = Scripted(engine.codec, {row: script(item.steps) for row, item in enumerate(solved)})
+    trajectories = run([item.question for item in solved], scripted, SearchEnvironment(), SAMPLING)
+    assert all(t.correct and t.well_formed and t.finish == "answer" for t in trajectories)
+    assert sorted(scripted.released) == list(range(24))
+    for item, t in zip(solved, trajectories):
+        assert [turn.action for turn in t.turns] == [step.action for step in item.steps]
+        assert t.think_length == sum(len(step.thought) for step in item.steps)
+        observed = engine.codec.text([i for i, o in zip(t.ids, t.origins) if o == Origin.OBSERVATION])
+        assert observed.count("<information>") == len(item.steps) - 1
+
+
+def test_an_unparsable_action_gets_the_hint_and_the_last_turn_ends_the_trajectory(engine):
+    scripted = Scripted(engine.codec, {0: ["\n\nnothing", "<think>so</think>\n\n<search>Peru</search>", "again"]})
+    question = solved_questions("real", 1, 0)[0].question
+    (t,) = run([question], scripted, SearchEnvironment(), SAMPLING, max_turns=3)
+    assert protocol.INVALID_ACTION in engine.codec.text(t.ids)
+    assert t.finish == "max_turns" and not t.correct and t.prediction is None
+    assert [turn.well_formed for turn in t.turns] == [False, True, False]
+
+
+def test_records_agree_with_themselves_and_survive_the_disk(engine, tmp_path):
+    plan = {0: "latent", 1: "think", 2: "free", 3: "latent"}
+    trajectories = run(
+        validation_questions(12), engine, SearchEnvironment(), SAMPLING, modes=lambda row, turn: plan[turn], max_turns=4
+    )
+    for t in trajectories:
+        check_origins(t, engine.codec.latent_token_id)
+        assert t.generated_tokens == sum(turn.end - turn.start for turn in t.turns)
+        for number, turn in enumerate(t.turns):
+            assert turn.forced_mode == plan[number].replace("free", "")
+            begin = block_start(t, number, engine.codec)
+            if plan[number] != "free":
+                tag = engine.codec.latent_open if plan[number] == "latent" else engine.codec.think_open
+                assert t.ids[begin : begin + 3] == tag and set(t.origins[begin : begin + 3]) == {Origin.FORCED}
+    again = read_trajectories(write_trajectories(tmp_path / "t.jsonl", trajectories))
+    for one, other in zip(trajectories, again, strict=True):
+        assert (one.ids, one.origins, one.turns, one.question) == (other.ids, other.origins, other.turns, other.question)
+        assert np.array_equal(one.latents, other.latents)
+        assert np.allclose(one.logprobs, other.logprobs, atol=1e-6, equal_nan=True)
+
+
+def test_a_truncated_file_of_trajectories_names_the_line(engine, tmp_path):
+    trajectories = run(validation_questions(2), engine, SearchEnvironment(), SAMPLING, max_turns=2)
+    path = write_trajectories(tmp_path / "t.jsonl", trajectories)
+    path.write_text(path.read_text()[:-40])
+    with pytest.raises(ValueError, match=r"t\.jsonl:2: not a complete trajectory"):
+        read_trajectories(path)
+    with pytest.raises(FileNotFoundError, match="run the stage"):
+        read_trajectories(tmp_path / "absent.jsonl")
+
+
+def test_trajectories_do_not_depend_on_the_batch_size(random_model):
+    questions = validation_questions(10)
+    written = []
+    for batch_size in (3, 10):
+        engine = HFEngine(*random_model())
+        trajectories = run(
+            questions, engine, SearchEnvironment(), Sampling(16, temperature=1.0), max_turns=3, batch_size=batch_size, seed=7
+        )
+        written.append([t.ids for t in trajectories])
+    assert written[0] == written[1]
+
+
+def test_an_unknown_mode_is_an_error(engine):
+    with pytest.raises(ValueError, match="expected one of"):
+        run(validation_questions(1), engine, SearchEnvironment(), SAMPLING, modes="dream")
+
+
+def slow_probability(model, codec, trajectory: Trajectory, turn: int) -> float:
+    """Two ordinary forwards over the prefix and each tag."""
+    begin, totals = block_start(trajectory, turn, codec), []
+    for tag in (codec.latent_open, codec.think_open):
+        ids = torch.tensor([trajectory.ids[:begin] + tag])
+        before = sum(o == Origin.LATENT for o in trajectory.origins[:begin])
+        z = torch.as_tensor(trajectory.latents[:before]).reshape(before, model.config.hidden_size)
+        hidden = model.latent_states(ids, latents=z).hidden[0, begin - 1 : -1]
+        logp = torch.log_softmax(policy_logits(model, hidden), -1)
+        totals.append(sum(logp[n, piece] for n, piece in enumerate(tag)))
+    return torch.softmax(torch.stack(totals), 0)[0].item()
+
+
+@torch.no_grad()
+def test_mode_probabilities_equal_two_plain_forwards(engine):
+    rng = random.Random(1)
+    trajectories = run(
+        validation_questions(6), engine, SearchEnvironment(), SAMPLING,
+        modes=lambda row, turn: rng.choice(["latent", "think", "free"]), max_turns=3,
+    )
+    scores = latent_probabilities(engine.model, engine.codec, trajectories, batch_size=4)
+    for t, row in zip(trajectories, scores, strict=True):
+        assert len(row) == len(t.turns)
+        for turn, p in enumerate(row):
+            assert p == pytest.approx(slow_probability(engine.model, engine.codec, t, turn), abs=1e-5)

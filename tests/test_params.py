@@ -1,0 +1,248 @@
+"""Parameter files: what is accepted, and what each kind of mistake says."""
+
+import pytest
+import yaml
+
+from alar import params
+from alar.notebooks import NotebookError, declared_parameters
+from alar.sections import Experiment, defaults
+
+FILES = ("laptop", "smoke", "laptop-from-scratch", "controls", "seeds")
+
+
+@pytest.fixture
+def problems(tmp_path, monkeypatch):
+    """problems(text, overrides…) → the error lines for a file params.yaml with that text."""
+    monkeypatch.chdir(tmp_path)
+
+    def find(text: str, *overrides: str, **kwargs) -> list[str]:
+        (tmp_path / "params.yaml").write_text(text)
+        with pytest.raises(params.ParameterError) as caught:
+            params.load("params.yaml", overrides, **kwargs)
+        return caught.value.problems
+
+    return find
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("aasd:\n  learning_rat: 0.1", "params.yaml: aasd.learning_rat: unknown parameter, did you mean learning_rate?"),
+    ("aasd:\n  topk: 3", "params.yaml: aasd.topk: unknown parameter, did you mean retrieval.topk?"),
+    ("asd:\n  epochs: 1.0", "params.yaml: asd: unknown section, did you mean aasd?"),
+    ("aasd:\n  epochs: '3'", "params.yaml: aasd.epochs: '3' is a text, it must be a number"),
+    ("rl:\n  steps: 2.5", "params.yaml: rl.steps: 2.5 is a number, it must be a whole number"),
+    ("eval:\n  controls: 1", "params.yaml: eval.controls: 1 is a whole number, it must be true or false"),
+    ("eval:\n  bootstrap: true", "params.yaml: eval.bootstrap: True is true or false, it must be a whole number"),
+    ("run:\n  name: 2024", "params.yaml: run.name: 2024 is a whole number, it must be a text; put it in quotes"),
+    ("eval:\n  sets: real", "params.yaml: eval.sets: 'real' is a text, it must be a list"),
+    ("aasd:\n  epochs:", "params.yaml: aasd.epochs: None is empty, it must be a number"),
+    ("model:\n  num_latent: 17", "params.yaml: model.num_latent: 17 is out of range; it must be at most 16"),
+    ("aasd:\n  learning_rate: 0", "params.yaml: aasd.learning_rate: 0 is out of range; it must be greater than 0"),
+    ("aasd:\n  learning_rate: .nan", "params.yaml: aasd.learning_rate: nan is a number, it must be a finite number"),
+    ("rl:\n  variant: repared",
+     "params.yaml: rl.variant: 'repared' is not one of 'published' or 'repaired', did you mean repaired?"),
+    ("run:\n  domains: [serch]", "params.yaml: run.domains: 'serch' is not one of 'search', did you mean search?"),
+    ("run:\n  name: ../elsewhere", "params.yaml: run.name: '../elsewhere' cannot name a folder"),
+    ("aasd: 5", "params.yaml: aasd: must hold keys and values, not 5"),
+    ("- aasd\n- rl", "params.yaml: holds a list, not a mapping of sections"),
+    ("aasd:\n  epochs: 1.0\n bad: [", "params.yaml: line 3, column 2:"),
+    ("aasd:\n  epochs: 1.0\n  epochs: 2.0", "params.yaml: line 3, column 3: epochs is given twice"),
+    ("aasd:\n  epochs: 1.0\naasd:\n  batch_size: 2", "params.yaml: line 3, column 1: aasd is given twice"),
+    ("1: 2", "params.yaml: line 1, column 1: the key 1 is not a text"),
+    ("eval:\n  checkpoint: nowhere/model", "params.yaml: eval.checkpoint: nowhere/model does not exist"),
+    ("model:\n  base: ./nowhere", "params.yaml: model.base: ./nowhere does not exist"),
+    ("extends: nothing.yaml", "params.yaml: extends: nothing.yaml does not exist"),
+    ("extends: params.yaml", "params.yaml: extends: the file extends itself"),
+    ("variants: [a, b]", "params.yaml: variants: must map each variant's name"),
+    ("variants:\n  a/b: {}", "params.yaml: variants: 'a/b' cannot name a folder"),
+    ("rl:\n  group_size: 4\n  explore_fraction: 0.1",
+     "params.yaml: rl.explore_fraction: 0.1 of a group of 4 is less than one rollout"),
+    ("rl:\n  train_projector: true\n  latents: cached", "params.yaml: rl.train_projector: cached latents carry no gradient"),
+    ("retrieval:\n  backend: http", "params.yaml: retrieval.url: '' is no address"),
+    ("retrieval:\n  backend: e5", "params.yaml: retrieval.corpus: is empty"),
+    ("aasd:\n  kind: constant\nmodel:\n  num_latent: 0", "params.yaml: aasd.kind: constant needs latent positions"),
+    ("model:\n  base: scratch\npretrain:\n  steps: 0", "params.yaml: pretrain.steps: is 0, but model.base is scratch"),
+])
+def test_each_mistake_names_file_key_and_remedy(problems, text, message):
+    found = problems(text)
+    assert any(line.startswith(message) for line in found), found
+
+
+@pytest.mark.parametrize(("override", "message"), [
+    ("aasd.learning_rate", "--set aasd.learning_rate: must look like section.key=value"),
+    ("learning_rate=1", "--set learning_rate=1: must look like section.key=value"),
+    ("assd.epochs=1", "--set assd.epochs=1: assd: unknown section, did you mean aasd?"),
+    ("aasd.epoch=1", "--set aasd.epoch=1: aasd.epoch: unknown parameter, did you mean epochs?"),
+    ("aasd.batch_size=many", "--set aasd.batch_size=many: aasd.batch_size: 'many' is a text, it must be a whole number"),
+    ("eval.sets=[real", "--set eval.sets=[real: the value is not valid YAML"),
+])
+def test_each_mistaken_override_is_named(problems, override, message):
+    assert any(line.startswith(message) for line in problems("", override))
+
+
+def test_all_mistakes_are_reported_at_once(problems):
+    found = problems("aasd:\n  epochs: -1\nrll: {}\nrl:\n  steps: 0", "eval.question=3")
+    assert len(found) == 4
+
+
+def test_a_missing_file_names_those_that_exist(tmp_path):
+    (tmp_path / "laptop.yaml").write_text("")
+    with pytest.raises(params.ParameterError, match=r"laptpo.yaml: no such parameter file, did you mean laptop.yaml\?"):
+        params.load(tmp_path / "laptpo.yaml")
+
+
+def test_extending_in_a_circle_or_over_two_levels_is_refused(problems, tmp_path):
+    (tmp_path / "other.yaml").write_text("extends: params.yaml")
+    assert "a cycle" in problems("extends: other.yaml")[0]
+    (tmp_path / "other.yaml").write_text("extends: third.yaml")
+    assert "only one level" in problems("extends: other.yaml")[0]
+
+
+def test_a_mistake_in_the_extended_file_names_that_file(problems, tmp_path):
+    (tmp_path / "base.yaml").write_text("aasd:\n  epochs: 0")
+    assert problems("extends: base.yaml") == ["base.yaml: aasd.epochs: 0 is out of range; it must be greater than 0"]
+
+
+def test_an_unknown_variant_names_the_nearest(problems):
+    assert problems("variants:\n  seed1: {}", variant="seed2") == [
+        "params.yaml: unknown variant 'seed2', did you mean seed1?; it has seed1"]
+
+
+def test_a_mistake_in_a_variant_names_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.yaml").write_text("variants:\n  good: {}\n  bad:\n    rl: {steps: 0}\n    only: [3]")
+    with pytest.raises(params.ParameterError, match="p.yaml: variants.bad.only: must list stage numbers"):
+        params.load_variants("p.yaml")
+
+
+def test_later_layers_win(tmp_path):
+    (tmp_path / "base.yaml").write_text("aasd:\n  epochs: 1.0\n  batch_size: 2\n  lora_rank: 3\n  lora_alpha: 4")
+    (tmp_path / "p.yaml").write_text(
+        "extends: base.yaml\naasd: {batch_size: 20, lora_rank: 30, lora_alpha: 40}\n"
+        "variants:\n  v: {only: ['01', '03'], aasd: {lora_rank: 300, lora_alpha: 400}}")
+    experiment = params.load(tmp_path / "p.yaml", ["aasd.lora_alpha=4000"], variant="v")
+    aasd = experiment.aasd
+    assert (aasd.epochs, aasd.batch_size, aasd.lora_rank, aasd.lora_alpha) == (1.0, 20, 300, 4000)
+    assert experiment.only == ("01", "03")
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1.0e-3", "0.001", "1E-3"])
+def test_exponents_are_numbers_in_files_and_overrides(tmp_path, text):
+    path = tmp_path / "p.yaml"
+    path.write_text(f"aasd:\n  learning_rate: {text}")
+    assert params.load(path).aasd.learning_rate == 0.001
+    assert params.load(path, [f"warmup.learning_rate={text}"]).warmup.learning_rate == 0.001
+
+
+def test_overrides_of_texts_are_taken_as_they_stand(tmp_path):
+    path = tmp_path / "p.yaml"
+    path.write_text("")
+    assert params.load(path, ["run.name=2024"]).run.name == "2024"
+    assert params.load(path, ["run.name='quoted'"]).run.name == "quoted"
+    assert params.load(path, ["eval.sets=[real, nq]"]).eval.sets == ["real", "nq"]
+
+
+def test_relative_locations_become_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "p.yaml").write_text("")
+    assert params.load("p.yaml", ["eval.checkpoint=model"]).eval.checkpoint == str(tmp_path / "model")
+    assert params.load("p.yaml", ["model.base=Qwen/Qwen2.5-3B"]).model.base == "Qwen/Qwen2.5-3B"
+    (tmp_path / "embedded").mkdir()
+    assert params.load("p.yaml").model.base == "embedded", "a keyword, whatever folders lie about"
+
+
+def test_an_experiment_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        Experiment().aasd.epochs = 1.0
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_shipped_files_are_valid(repository, name):
+    assert params.load_variants(repository / "params" / f"{name}.yaml", root=repository)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_shipped_files_say_how_to_run_them(repository, name):
+    header = (repository / "params" / f"{name}.yaml").read_text().split("\n\n")[0]
+    assert "python run_all.py" in header and "Cost:" in header
+
+
+def test_laptop_repeats_the_defaults(repository):
+    """So that a notebook by hand, whose cell holds the defaults, computes what the default run computes."""
+    assert params.load(repository / "params" / "laptop.yaml").model_dump() == defaults()
+
+
+def test_flattening_keeps_own_names_and_prefixes_shared_ones(tmp_path, write_notebook):
+    notebook = write_notebook(
+        tmp_path / "03_aasd.ipynb",
+        "learning_rate = 1e-3\nmodel_num_latent = 4\nseed = 0\ndomain = 'search'\nrun_dir = 'runs/by-hand/search'")
+    (tmp_path / "p.yaml").write_text("aasd: {learning_rate: 0.5}\nmodel: {num_latent: 2}\nrun: {seed: 7, name: x}")
+    experiment = params.load(tmp_path / "p.yaml")
+    assert params.flatten(experiment, notebook) == {
+        "learning_rate": 0.5, "model_num_latent": 2, "seed": 7, "domain": "search", "run_dir": "runs/x/search"}
+
+
+def test_a_cell_with_an_unknown_name_is_an_error(tmp_path, write_notebook):
+    write_notebook(tmp_path / "03_aasd.ipynb", "learning_rat = 1e-3")
+    with pytest.raises(params.ParameterError, match="03_aasd.ipynb: parameters cell: learning_rat: .*did you mean learning_rate"):
+        params.check_notebooks(Experiment(), tmp_path)
+
+
+def test_a_cell_with_another_type_is_an_error(tmp_path, write_notebook):
+    write_notebook(tmp_path / "03_aasd.ipynb", "batch_size = '16'\nlearning_rate = 1")
+    with pytest.raises(params.ParameterError) as caught:
+        params.check_notebooks(Experiment(), tmp_path)
+    assert caught.value.problems == [
+        f"{tmp_path}/03_aasd.ipynb: parameters cell: batch_size = '16' is a text, "
+        "but the parameter aasd.batch_size is a whole number"]
+
+
+def test_a_key_that_no_notebook_declares_is_an_error(tmp_path, write_notebook):
+    write_notebook(tmp_path / "n" / "03_aasd.ipynb", "learning_rate = 1e-3")
+    (tmp_path / "p.yaml").write_text("aasd: {learning_rate: 0.5, lora_rank: 4}\nrun: {name: x, domains: [search]}")
+    experiment = params.load(tmp_path / "p.yaml", ["rl.learning_rate=0.1"])
+    with pytest.raises(params.ParameterError) as caught:
+        params.check_notebooks(experiment, tmp_path / "n")
+    assert [line.split(";")[0] for line in caught.value.problems] == [
+        f"{tmp_path}/p.yaml: aasd.lora_rank: no notebook declares it",
+        "--set rl.learning_rate=0.1: rl.learning_rate: no notebook declares it, its nearest name is learning_rate"]
+
+
+@pytest.mark.parametrize(("cell", "message"), [
+    ("a = 1 + 1\nb = len('x')", "line 2: b is not a plain literal"),
+    ("import os", "line 1: only `name = literal`"),
+    ("a = 1\na = 2", "line 2: a is given twice"),
+    ("a = (", "parameters cell, line 1"),
+])
+def test_parameters_cells_hold_plain_literals_only(tmp_path, write_notebook, cell, message):
+    notebook = write_notebook(tmp_path / "03_aasd.ipynb", cell.replace("1 + 1", "2"))
+    with pytest.raises(NotebookError) as caught:
+        declared_parameters(notebook)
+    assert message in str(caught.value)
+
+
+def test_two_parameters_cells_are_an_error(tmp_path, write_notebook):
+    import nbformat
+
+    path = write_notebook(tmp_path / "03_aasd.ipynb", "a = 1")
+    notebook = nbformat.read(path, 4)
+    notebook.cells.append(notebook.cells[-1])
+    nbformat.write(notebook, path)
+    with pytest.raises(NotebookError, match="2 cells are tagged parameters"):
+        declared_parameters(path)
+
+
+def test_the_repositorys_notebooks_match_the_parameters(repository):
+    for name in FILES:
+        for experiment in params.load_variants(repository / "params" / f"{name}.yaml", root=repository).values():
+            params.check_notebooks(experiment, repository / "notebooks")
+
+
+def test_cell_defaults_are_the_laptop_values(repository):
+    experiment = params.load(repository / "params" / "laptop.yaml", root=repository)
+    assert params.differing_defaults(experiment, repository / "notebooks") == []
+
+
+def test_flat_parameters_survive_yaml(tmp_path):
+    flat = params.flatten(Experiment(), "03_aasd")
+    assert yaml.safe_load(yaml.safe_dump(flat)) == flat

@@ -1,0 +1,454 @@
+"""Runs of small studies through papermill: caching, resuming, refusal, failure, publishing.
+
+The studies are made of tiny notebooks and a tiny copy of the package, so that every promise can be broken on purpose.
+"""
+
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from alar import jsonl, runs, stages
+from alar.runner import Request, main
+from alar.sections import Experiment
+from alar.terminal import Terminal, bar_line, duration
+
+ROOT = Path(__file__).resolve().parent.parent
+PARAMETERS = "run_dir = 'runs/by-hand/search'\ndomain = 'search'\nseed = 0\nreport_to = 'none'\n"
+
+MODEL = ["from alar import runs\nfrom alar.search.words import WORD\nstage = runs.stage('01_latent_model', run_dir)",
+         "(stage.folder / 'model.txt').write_text(f'{WORD} {num_latent} {seed}')"]
+AASD = ["from alar import runs\nstage = runs.stage('03_aasd', run_dir, report_to=report_to)\n"
+        "model = stage.input('01_latent_model', 'model.txt').read_text()",
+        "for step in runs.progress(range(3), 'AASD'):\n    stage.log({'step': step, 'loss': 1 / (step + 1)}, file='loss.jsonl')",
+        "(stage.folder / 'checkpoint').mkdir()\n(stage.folder / 'checkpoint' / 'w.txt').write_text(f'{model} {epochs}')"]
+RL = ["import json, time\nfrom alar import jsonl, runs\nstage = runs.stage('05_ar_grpo', run_dir)\n"
+      "total = int((stage.input('03_aasd', 'checkpoint') / 'w.txt').read_text().split()[1])",
+      "state = stage.resume_from()\nstart = 0\n"
+      "if state:\n    folder, start = state\n    total = json.loads((folder / 'total.json').read_text())\n"
+      "jsonl.rewind_jsonl(stage.folder / 'metrics.jsonl', keep=lambda row: row['step'] <= start)\n"
+      "(stage.run_dir / 'starts.txt').open('a').write(f'{start}\\n')",
+      "for step in range(start + 1, steps + 1):\n    total = total * 31 % 1009\n    time.sleep(0.05)\n"
+      "    stage.log({'step': step, 'total': total})\n"
+      "    stage.save_resume(lambda folder: (folder / 'total.json').write_text(json.dumps(total)), step)",
+      "(stage.folder / 'result.txt').write_text(str(total))"]
+
+
+class Study:
+    """A small repository with its own `alar`, notebooks and parameter file."""
+
+    def __init__(self, root: Path, write_notebook):
+        self.root, self.write_notebook = root, write_notebook
+        self.run_dir = root / "runs" / "tiny" / "search"
+        package = root / "alar"
+        (package / "search").mkdir(parents=True)
+        for name in ("runs.py", "jsonl.py"):
+            shutil.copy(ROOT / "alar" / name, package)
+        (package / "__init__.py").write_text("")
+        (package / "search" / "__init__.py").write_text("")
+        (package / "search" / "words.py").write_text("from alar.search.letters import LETTER\nWORD = LETTER * 3\n")
+        (package / "search" / "letters.py").write_text("LETTER = 'a'\n")
+        (package / "unused.py").write_text("X = 1\n")
+        (root / "run_all.py").write_text("")
+        self.notebook("01_latent_model", "num_latent = 4", MODEL)
+        self.notebook("03_aasd", "epochs = 3.0", AASD)
+        self.params("run: {name: tiny}")
+
+    def notebook(self, stem, parameters, cells):
+        return self.write_notebook(self.root / "notebooks" / f"{stem}.ipynb", PARAMETERS + parameters, *cells)
+
+    def params(self, text):
+        (self.root / "p.yaml").write_text(text)
+
+    def run(self, *overrides, list_only=False, **request):
+        """(exit code, what the terminal showed)"""
+        shown = io.StringIO()
+        code = main(Request(self.root / "p.yaml", overrides=overrides, **request), root=self.root, list_only=list_only,
+                    terminal=Terminal(Console(file=shown, width=200)))
+        return code, shown.getvalue()
+
+    def ran(self, *overrides, **request):
+        """The stages that a run executed, not reused."""
+        code, shown = self.run(*overrides, **request)
+        assert code == 0, shown
+        return [line.split()[1] for line in shown.splitlines() if line.startswith("[") and " done in " in line]
+
+    def tables(self):
+        """Content of everything the stages wrote, without the records of when."""
+        return {p.relative_to(self.run_dir).as_posix(): p.read_text() for p in sorted(self.run_dir.glob("[0-9]*/**/*"))
+                if p.is_file() and not p.name.startswith(".") and p.name != runs.FINISHED}
+
+
+@pytest.fixture
+def study(tmp_path, write_notebook):
+    return Study(tmp_path / "repository", write_notebook)
+
+
+def test_a_finished_stage_runs_again_only_when_what_it_depends_on_changes(study, tmp_path):
+    both = ["01_latent_model", "03_aasd"]
+    assert study.ran() == both
+    assert study.ran() == []
+    assert study.tables()["03_aasd/checkpoint/w.txt"] == "aaa 4 0 3.0"
+
+    # Where and how a run happens changes nothing.
+    shutil.copytree(study.run_dir, tmp_path / "elsewhere" / "search")
+    assert study.ran("run.threads=1", "run.report_to=tensorboard", run_dir=tmp_path / "elsewhere") == []
+
+    # A module that nothing imports, and text cells, change nothing.
+    (study.root / "alar" / "unused.py").write_text("X = 2\n")
+    notebook = study.root / "notebooks" / "01_latent_model.ipynb"
+    notebook.write_text(notebook.read_text().replace("# 01_latent_model", "# Another title"))
+    assert study.ran() == []
+
+    # A stage's own parameter; the other stage does not have it.
+    assert study.ran("aasd.epochs=2.0") == ["03_aasd"]
+    # A module imported by an imported module; its consumer follows because the input's content changed.
+    (study.root / "alar" / "search" / "letters.py").write_text("LETTER = 'b'\n")
+    assert study.ran("aasd.epochs=2.0") == both
+    # Code that changes but computes the same: the consumer keeps its result.
+    (study.root / "alar" / "search" / "letters.py").write_text("LETTER = chr(98)\n")
+    assert study.ran("aasd.epochs=2.0") == ["01_latent_model"]
+    # Altered and missing outputs.
+    (study.run_dir / "01_latent_model" / "model.txt").write_text("zzz 9 9")
+    assert study.ran("aasd.epochs=2.0") == ["01_latent_model"]
+    (study.run_dir / "03_aasd" / "loss.jsonl").unlink()
+    assert study.ran("aasd.epochs=2.0") == ["03_aasd"]
+    assert study.ran("aasd.epochs=2.0", only=("03",), force=True) == ["03_aasd"]
+
+
+def test_a_run_leaves_flat_parameters_provenance_and_a_summary(study):
+    results = study.root / "summary.csv"
+    results.write_text("system,question_type,em,em_low,em_high,tokens,token_reduction,latent_share\n"
+                       "alar,all,0.913,0.9,0.925,98.2,0.436,0.75\nalar,bridge,0.5,0.4,0.6,1,1,1\n")
+    study.notebook("06_benchmark_eval", "", [
+        "import shutil\nfrom alar import runs\nstage = runs.stage('06_benchmark_eval', run_dir)\n"
+        f"shutil.copy({str(results)!r}, stage.folder)"])
+    code, shown = study.run()
+    assert code == 0
+    assert "91.3 [90.0, 92.5]" in shown and "43.6" in shown and "bridge" not in shown
+    assert (study.run_dir / "summary.txt").read_text().count("91.3") == 1
+    flat = yaml.safe_load((study.run_dir / "executed" / "03_aasd.params.yaml").read_text())
+    assert flat == {"run_dir": "runs/tiny/search", "domain": "search", "seed": 0, "report_to": "none", "epochs": 3.0}
+    provenance = json.loads((study.run_dir / "provenance.json").read_text())
+    assert provenance["parameters"] == json.loads(json.dumps(Experiment(run={"name": "tiny"}).model_dump()))
+    assert set(provenance["stages"]) == {"01_latent_model", "03_aasd", "06_benchmark_eval"}
+    assert provenance["hardware"]["cores"] >= 1 and provenance["packages"]["torch"]
+    loss = provenance["stages"]["03_aasd"]["outputs"]["loss.jsonl"]
+    assert loss["bytes"] == (study.run_dir / "03_aasd" / "loss.jsonl").stat().st_size
+
+
+def test_a_stage_repeats_under_plain_papermill_from_its_flat_file(study):
+    assert study.ran() == ["01_latent_model", "03_aasd"]
+    before = study.tables()
+    shutil.rmtree(study.run_dir / "03_aasd")
+    done = subprocess.run(
+        [sys.executable, "-m", "papermill", "notebooks/03_aasd.ipynb", "out.ipynb", "-f",
+         str(study.run_dir / "executed" / "03_aasd.params.yaml")],
+        cwd=study.root, env={**os.environ, "PYTHONPATH": str(study.root)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert study.tables() == before
+
+
+def test_a_failing_cell_ends_the_run_and_is_named(study):
+    study.notebook("03_aasd", "epochs = 3.0", ["x = 1", "print('before')\nraise ValueError('no loss here')", "y = 2"])
+    study.notebook("04_mode_warmup", "", ["z = 3"])
+    code, shown = study.run()
+    assert code == 1
+    assert "03_aasd.ipynb, code cell 4 of 5: ValueError: no loss here" in shown
+    executed = study.run_dir / "executed" / "03_aasd.ipynb"
+    assert str(executed) in shown and "before" in executed.read_text()
+    assert (study.run_dir / "01_latent_model" / "model.txt").exists()
+    assert not (study.run_dir / "executed" / "04_mode_warmup.ipynb").exists()
+    study.notebook("03_aasd", "epochs = 3.0", ["x = 1"])
+    assert study.ran() == ["03_aasd", "04_mode_warmup"], "the first stage is kept"
+
+
+def test_a_kernel_that_dies_is_named(study):
+    study.notebook("03_aasd", "", ["import os\nos.write(2, b'out of luck\\n')\nos.kill(os.getpid(), 9)"])
+    code, shown = study.run(only=("03",))
+    assert code == 1
+    assert "03_aasd.ipynb, code cell 3 of 3: the kernel died" in shown and "out of luck" in shown
+
+
+def test_the_kernel_is_the_running_interpreter_whatever_kernels_the_user_has(study, tmp_path, monkeypatch):
+    decoy = tmp_path / "home" / "kernels" / "python3"
+    decoy.mkdir(parents=True)
+    (decoy / "kernel.json").write_text(json.dumps({"argv": ["false"], "display_name": "x", "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "home"))
+    study.notebook("03_aasd", "threads = 0", [
+        "import os, sys\nfrom alar import runs\nstage = runs.stage('03_aasd', run_dir)\n"
+        "(stage.folder / 'where.txt').write_text(f\"{sys.executable} {os.environ['OMP_NUM_THREADS']}\")"])
+    assert study.ran("run.threads=3", only=("03",)) == ["03_aasd"]
+    assert study.tables()["03_aasd/where.txt"] == f"{sys.executable} 3"
+
+
+def test_one_stage_alone_asks_for_its_inputs_only_when_it_needs_them(study):
+    study.notebook("06_benchmark_eval", "checkpoint = ''", [
+        "from pathlib import Path\nfrom alar import runs\nstage = runs.stage('06_benchmark_eval', run_dir)",
+        "folder = Path(checkpoint) if checkpoint else stage.input('03_aasd', 'checkpoint')",
+        "(stage.folder / 'seen.txt').write_text((folder / 'w.txt').read_text())"])
+    code, shown = study.run(only=("06",))
+    assert code == 1
+    assert "03_aasd/checkpoint does not exist (stage 03_aasd has not run here); run it first: python run_all.py --from 03" in shown
+    model = study.root / "model"
+    model.mkdir()
+    (model / "w.txt").write_text("mine")
+    assert study.ran(f"eval.checkpoint={model}", only=("06",)) == ["06_benchmark_eval"]
+    assert study.ran(f"eval.checkpoint={model}", only=("06",)) == []
+    (model / "w.txt").write_text("new!")
+    assert study.ran(f"eval.checkpoint={model}", only=("06",)) == ["06_benchmark_eval"], "the folder's content counts"
+
+
+def test_an_input_that_appears_later_runs_the_stage_again(study):
+    study.notebook("07_figures", "", [
+        "from alar import runs\nstage = runs.stage('07_figures', run_dir)\n"
+        "path = stage.input('06_benchmark_eval', 'table.csv', required=False)\n(stage.folder / 'f.txt').write_text(str(path))"])
+    assert study.ran(only=("07",)) == ["07_figures"]
+    assert study.ran(only=("07",)) == []
+    (study.run_dir / "06_benchmark_eval").mkdir()
+    (study.run_dir / "06_benchmark_eval" / "table.csv").write_text("x")
+    assert study.ran(only=("07",)) == ["07_figures"]
+
+
+def test_selection_listing_and_variants(study):
+    study.params("run: {name: tiny}\nvariants:\n  two: {model: {num_latent: 2}}\n  three: {only: ['01'], model: {num_latent: 3}}")
+    _, shown = study.run(list_only=True)
+    assert [line.split() for line in shown.splitlines() if "to run" in line] == [
+        ["01_latent_model", "to", "run:", "not", "run", "yet"], ["03_aasd", "to", "run:", "not", "run", "yet"],
+        ["01_latent_model", "to", "run:", "not", "run", "yet"]]
+    assert not (study.root / "runs" / "tiny" / "two" / "search" / "01_latent_model").exists(), "listing runs nothing"
+    assert study.ran(only=("1",)) == ["01_latent_model", "01_latent_model"]
+    assert (study.root / "runs" / "tiny" / "three" / "search" / "01_latent_model" / "model.txt").read_text() == "aaa 3 0"
+    assert study.ran(start="03", variants=("two",)) == ["03_aasd"]
+    code, shown = study.run(only=("09",))
+    assert code == 2 and "no notebook has the number '09'; there are 01_latent_model, 03_aasd" in shown
+    code, shown = study.run(domains=("serch",))
+    assert code == 2 and "did you mean search?" in shown
+    code, shown = study.run(variants=("tow",))
+    assert code == 2 and "did you mean two?" in shown
+
+
+def test_nothing_runs_when_a_name_is_wrong(study):
+    study.params("run: {name: tiny}\naasd: {epochs: 2.0, lora_rank: 4}")
+    code, shown = study.run()
+    assert code == 2 and "aasd.lora_rank: no notebook declares it" in shown
+    assert not study.run_dir.exists()
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from alar.runner import Request, main
+root = Path(sys.argv[1])
+sys.exit(main(Request(root / "p.yaml", overrides=tuple(sys.argv[2:])), root=root))
+"""
+
+
+def start(study, *overrides):
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, str(study.root), *overrides], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def wait_for(condition, seconds=120):
+    end = time.time() + seconds
+    while not condition():
+        assert time.time() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("anywhere", "while_training"), [(1, 2), pytest.param(8, 4, marks=pytest.mark.full)])
+def test_killed_at_any_moment_it_completes_without_redoing_a_finished_stage(
+        study, tmp_path, write_notebook, anywhere, while_training):
+    study.notebook("05_ar_grpo", "steps = 25", RL)
+    study.params("run: {name: tiny}\nrl: {steps: 25}")
+    reference = Study(tmp_path / "reference", write_notebook)
+    reference.notebook("05_ar_grpo", "steps = 25", RL)
+    reference.params("run: {name: tiny}\nrl: {steps: 25}")
+    assert len(reference.ran()) == 3
+
+    seed = int(time.time())
+    dice, finished = random.Random(seed), {}
+    rl = study.run_dir / "05_ar_grpo" / "metrics.jsonl"
+    for attempt in range(anywhere + while_training):
+        process = start(study)
+        if attempt >= anywhere:
+            steps = rl.read_bytes().count(b"\n") if rl.exists() else 0
+            wait_for(lambda: process.poll() is not None or (rl.exists() and rl.read_bytes().count(b"\n") > steps + 2))
+            time.sleep(dice.uniform(0, 0.2))
+        else:
+            time.sleep(dice.uniform(0.5, 6))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        for path in study.run_dir.glob("*/stage.json"):
+            record = path.read_text()
+            assert finished.setdefault(path, record) == record, f"{path} was redone (seed {seed})"
+    process = start(study)
+    shown, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, f"{shown} (seed {seed})"
+    for path, record in finished.items():
+        assert path.read_text() == record, f"{path} was redone (seed {seed})"
+    assert study.tables() == reference.tables(), f"seed {seed}"
+    starts = (study.run_dir / "starts.txt").read_text().split()
+    assert len(starts) == 1 or any(int(step) > 0 for step in starts), f"training began anew each time: {starts} (seed {seed})"
+
+
+def test_a_second_run_in_the_same_folder_is_refused_by_name_and_process(study):
+    study.notebook("01_latent_model", "num_latent = 4", ["import time\ntime.sleep(60)"])
+    first = start(study)
+    try:
+        wait_for(lambda: (study.run_dir / ".locks" / "run.json").exists())
+        second = start(study)
+        shown, _ = second.communicate(timeout=60)
+        assert second.returncode == 1
+        assert f"{study.run_dir}: another run is at work here (process {first.pid}" in shown
+        wait_for(lambda: (study.run_dir / "executed" / "01_latent_model.ipynb").exists())
+        first.send_signal(signal.SIGINT)
+        shown, _ = first.communicate(timeout=30)
+        assert first.returncode == 130 and "Interrupted. Finished stages are kept" in shown
+    finally:
+        first.kill()
+
+
+def test_an_interrupted_stage_does_not_resume_under_other_parameters(tmp_path):
+    folder = tmp_path / "05_ar_grpo"
+    before, after = {"parameter steps": "25"}, {"parameter steps": "30"}
+
+    def interrupted():
+        stages.begin(folder, before)
+        stage = runs.Stage("05_ar_grpo", tmp_path, "none")
+        stage.save_resume(lambda state: (state / "x").write_text("1"), 7)
+        return stage
+
+    stage = interrupted()
+    assert stages.begin(folder, before) and stage.resume_from()[1] == 7
+    assert not stages.begin(folder, after) and stage.resume_from() is None
+    stage = interrupted()
+    assert not stages.begin(folder, before, fresh=True) and stage.resume_from() is None
+
+
+def test_an_interrupted_stage_is_no_input(tmp_path):
+    stages.begin(tmp_path / "02_teacher_traces", {})
+    (tmp_path / "02_teacher_traces" / "traces.jsonl").write_text("{}\n")
+    with pytest.raises(runs.RunError, match="stage 02_teacher_traces was interrupted"):
+        runs.Stage("03_aasd", tmp_path, "none").input("02_teacher_traces", "traces.jsonl")
+
+
+def test_a_half_written_resume_state_is_never_taken(tmp_path):
+    stage = runs.Stage("05_ar_grpo", tmp_path, "none")
+    stage.save_resume(lambda folder: (folder / "x").write_text("whole"), 1)
+    with pytest.raises(OSError):
+        stage.save_resume(lambda folder: (folder / "no" / "x").write_text("half"), 2)
+    folder, step = stage.resume_from()
+    assert step == 1 and (folder / "x").read_text() == "whole"
+
+
+def test_modules_count_however_they_are_imported(tmp_path):
+    package = tmp_path / "alar"
+    for name, text in {
+        "__init__.py": "", "a.py": "import alar.b", "b.py": "def f():\n    from alar import c", "c.py": "from .deep import d",
+        "deep/__init__.py": "from . import e", "deep/d.py": "from ..f import x", "deep/e.py": "LAZY = 'alar.g'",
+        "f.py": "x = 1", "g.py": "", "unused.py": "", "deep/data/weights.bin": "1", "deep/__pycache__/d.pyc": "2",
+    }.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    found = stages.closure({"alar", "alar.a", "torch", "alar.a.some_function"}, package)
+    assert set(found) == {"alar", "alar.a", "alar.b", "alar.c", "alar.deep", "alar.deep.d", "alar.deep.e", "alar.f", "alar.g",
+                          "alar.deep: data/weights.bin"}
+
+
+def test_truncated_and_broken_lines_are_errors_that_name_the_line(tmp_path):
+    path = tmp_path / "traces.jsonl"
+    jsonl.write_jsonl(path, [{"a": 1}, {"a": 2}])
+    assert jsonl.read_jsonl(path) == [{"a": 1}, {"a": 2}]
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(jsonl.TruncatedFile, match=r"traces.jsonl, line 2: the last line is cut off"):
+        jsonl.read_jsonl(path)
+    path.write_text('{"a": 1}\n{"a":\n{"a": 3}\n')
+    with pytest.raises(jsonl.TruncatedFile, match=r"traces.jsonl, line 2: is not JSON"):
+        jsonl.read_jsonl(path)
+
+
+def test_rewinding_drops_what_came_after_the_saved_state(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    assert jsonl.rewind_jsonl(path, keep=lambda row: row["step"] <= 2) == 2
+    assert jsonl.read_jsonl(path) == [{"step": 1}, {"step": 2}]
+    assert jsonl.rewind_jsonl(tmp_path / "new.jsonl", keep=lambda row: True) == 0
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "table.jsonl"
+    jsonl.write_jsonl(path, [{"a": 1}])
+    with pytest.raises(TypeError):
+        jsonl.write_jsonl(path, [{"a": 2}, {"a": object()}])
+    assert jsonl.read_jsonl(path) == [{"a": 1}]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_metrics_reach_tensorboard(tmp_path):
+    stage = runs.stage("03_aasd", tmp_path, report_to="tensorboard")
+    stage.log({"step": 3, "loss": 0.25, "note": "text"}, file="loss.jsonl")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "03_aasd"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss/loss")] == [(3, 0.25)]
+
+
+def test_wandb_missing_is_an_error_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(runs.RunError, match="pip install wandb"):
+        runs.stage("03_aasd", tmp_path, report_to="wandb").log({"step": 1, "loss": 0.5})
+
+
+def test_progress_shows_the_time_left():
+    row = {"bar": "AASD", "done": 25, "total": 100, "started": 1000.0, "note": "loss 0.41", "closed": False}
+    assert bar_line(row, now=1010.0, width=4) == "AASD  █░░░  25/100  30 s left  loss 0.41"
+    assert [duration(s) for s in (4.4, 125, 3725)] == ["4 s", "2:05", "1:02:05"]
+
+
+def test_relative_run_folders_belong_to_the_repository(tmp_path, monkeypatch):
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "alar").mkdir()
+    (tmp_path / "run_all.py").touch()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    assert runs.resolve("runs/by-hand/search") == tmp_path / "runs" / "by-hand" / "search"
+
+
+def test_publishing_writes_figures_and_small_pages(study, tmp_path):
+    study.notebook("07_figures", "", [
+        "from alar import runs\nstage = runs.stage('07_figures', run_dir)\n"
+        "for name in ('a.png', 'a.svg', 'a.csv', 'note.txt'):\n    (stage.folder / name).write_text('x')",
+        "import matplotlib.pyplot as plt\nprint(stage.folder)\nplt.figure(figsize=(20, 5), dpi=100)\nplt.plot([1, 2]);"])
+    (study.root / "figures").mkdir()
+    (study.root / "figures" / "old.png").write_text("gone")
+    code, shown = study.run(publish=True)
+    assert code == 0, shown
+    assert sorted(p.name for p in (study.root / "figures").iterdir()) == ["a.csv", "a.png", "a.svg"]
+    pages = sorted((study.root / "notebooks" / "executed").iterdir())
+    assert [p.name for p in pages] == ["01_latent_model.html", "03_aasd.html", "07_figures.html"]
+    text = pages[-1].read_text()
+    assert "data:image/png;base64" in text and "<title>07_figures</title>" in text
+    assert str(study.root) not in text
+    before = [p.read_bytes() for p in pages]
+    assert study.run(publish=True)[0] == 0
+    assert [p.read_bytes() for p in pages] == before, "publishing twice changes nothing"
+
+
+def test_publishing_too_much_is_refused(study, monkeypatch):
+    from alar import publish
+
+    monkeypatch.setattr(publish, "LIMIT", 1000)
+    code, shown = study.run(publish=True)
+    assert code == 1 and "so nothing was published" in shown and "03_aasd.html" in shown
+    assert not (study.root / "figures").exists()
