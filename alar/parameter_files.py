@@ -82,9 +82,9 @@ def shown_path(path: str | Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path
 
 
-def did_you_mean(word: str, words: Iterable[str], shown: str = "did you mean") -> str:
+def did_you_mean(word: str, words: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
-    return (f", {shown} {close[0]}" + ("?" if shown.startswith("did") else "")) if close else ""
+    return f", did you mean {close[0]}?" if close else ""
 
 
 def kind_of(value: Any) -> str:

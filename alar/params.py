@@ -75,7 +75,7 @@ def origin(notebook: str | Path, name: str) -> tuple[str, str]:
 
 def check_notebooks(experiment: Experiment, notebooks_dir: str | Path) -> None:
     """Compare the experiment with the notebooks' `parameters` cells; raise ParameterError with every mismatch."""
-    problems, declared_anywhere, nearest = [], set(), {}
+    problems, declared_anywhere = [], set()
     for notebook in numbered(notebooks_dir):
         try:
             declared = declared_parameters(notebook)
@@ -89,7 +89,6 @@ def check_notebooks(experiment: Experiment, notebooks_dir: str | Path) -> None:
                 problems.append(_unknown_name(notebook, name, available))
                 continue
             declared_anywhere.add(names.get(name))
-            nearest[name] = notebook.name
             if not _same_kind(default, available[name]):
                 problems.append(
                     f"{notebook}: parameters cell: {name} = {default!r} is {kind_of(default)}, but the parameter "
@@ -97,10 +96,12 @@ def check_notebooks(experiment: Experiment, notebooks_dir: str | Path) -> None:
     for section, key, where in experiment.stated:
         if (section, key) in declared_anywhere or (section == "run" and key in USED_BY_RUNNER):
             continue
-        flat = next((f for f, found in _names("").items() if found == (section, key)), key)
-        problems.append(
-            f"{where}: {section}.{key}: no notebook declares it{did_you_mean(flat, nearest, shown='its nearest name is')};"
-            f" remove the key, or add {flat} to the parameters cell of the notebook that uses it")
+        declared_keys = [k for s, k in filter(None, declared_anywhere) if s == section]
+        owner = next((stem for stem, own in OWN_SECTION.items() if own == section), "")
+        remedy = (f"add {key} to the parameters cell of {owner}" if owner
+                  else f"add {section}_{key} to the parameters cell of the notebook that uses it")
+        problems.append(f"{where}: {section}.{key}: no notebook declares it{did_you_mean(key, declared_keys)}; "
+                        f"remove the key, or {remedy}")
     if problems:
         raise ParameterError(problems)
 

@@ -203,9 +203,10 @@ def test_a_key_that_no_notebook_declares_is_an_error(tmp_path, write_notebook):
     experiment = params.load(tmp_path / "p.yaml", ["rl.learning_rate=0.1"])
     with pytest.raises(params.ParameterError) as caught:
         params.check_notebooks(experiment, tmp_path / "n")
-    assert [line.split(";")[0] for line in caught.value.problems] == [
-        f"{tmp_path}/p.yaml: aasd.lora_rank: no notebook declares it",
-        "--set rl.learning_rate=0.1: rl.learning_rate: no notebook declares it, its nearest name is learning_rate"]
+    remedy = "remove the key, or add {} to the parameters cell of {}"
+    assert caught.value.problems == [
+        f"{tmp_path}/p.yaml: aasd.lora_rank: no notebook declares it; " + remedy.format("lora_rank", "03_aasd"),
+        "--set rl.learning_rate=0.1: rl.learning_rate: no notebook declares it; " + remedy.format("learning_rate", "05_ar_grpo")]
 
 
 @pytest.mark.parametrize(("cell", "message"), [
@@ -226,7 +227,7 @@ def test_two_parameters_cells_are_an_error(tmp_path, write_notebook):
 
     path = write_notebook(tmp_path / "03_aasd.ipynb", "a = 1")
     notebook = nbformat.read(path, 4)
-    notebook.cells.append(notebook.cells[-1])
+    notebook.cells.append(nbformat.v4.new_code_cell("b = 1", metadata={"tags": ["parameters"]}))
     nbformat.write(notebook, path)
     with pytest.raises(NotebookError, match="2 cells are tagged parameters"):
         declared_parameters(path)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from alar.protocol import parse_turns
 from alar.rl.reward import Outcome, diversity_weight, shaped_rewards
 
-GOOD = dict(correct=True, well_formed=True)
 WRONG = dict(correct=False, well_formed=True)
 END = dict(step=100, total_steps=100)  # d_t = 0: no diversity term
 

@@ -62,7 +62,8 @@ def test_it_starts_with_the_standard_library_alone():
 
 @pytest.mark.parametrize("version", [(3, 10), (3, 13), (2, 7)])
 def test_another_python_is_refused_with_the_remedy(run_all, version):
-    with pytest.raises(SystemExit, match=rf"Python 3.11 or 3.12 is needed, this is {version[0]}.{version[1]}.*python3.11 run_all.py"):
+    message = rf"Python 3.11 or 3.12 is needed, this is {version[0]}.{version[1]}.*python3.11 run_all.py"
+    with pytest.raises(SystemExit, match=message):
         run_all.check_python(version)
 
 

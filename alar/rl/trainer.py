@@ -130,9 +130,12 @@ def token_advantages(
     whole = group_advantages(torch.tensor(rewards), torch.tensor(groups)).tolist()
     tokens = [[value] * len(t.ids) for value, t in zip(whole, trajectories)]
     if config.credit == "turn":
-        modes = [[turn.mode == "latent" for turn in t.turns] for t in trajectories]
+        latent_of = {"latent": True, "think": False}
+        modes = [[latent_of.get(turn.mode) for turn in t.turns] for t in trajectories]
         for row, (t, credits) in enumerate(zip(trajectories, mode_advantages(modes, whole, list(groups)))):
             for number, credit in enumerate(credits):
+                if modes[row][number] is None:
+                    continue
                 begin = block_start(t, number, codec)
                 tag = codec.latent_open if modes[row][number] else codec.think_open
                 if t.ids[begin : begin + len(tag)] == tag:
