@@ -10,7 +10,7 @@
 Needs only Python 3.11 or 3.12 to start, so this file uses the standard library alone. The running interpreter is used
 if it has the core packages in a tested combination of versions; otherwise `.venv` is made beside this file, filled
 with the pinned packages of `requirements/`, and used. An interrupted installation is repaired the next time.
-The work itself is done by `alar.runner`.
+The work itself is done by `alar.runs.runner`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{options.install} is installed.")
         return 0
     sys.path.insert(0, str(ROOT))
-    from alar.runner import Request, main as run
+    from alar.runs.runner import Request, main as run
 
     request = Request(
         params=options.params,

@@ -4,8 +4,8 @@ import pytest
 import yaml
 
 from alar import params
-from alar.notebooks import NotebookError, declared_parameters
-from alar.sections import Experiment, defaults
+from alar.params.notebooks import NotebookError, declared_parameters
+from alar.params.sections import Experiment, defaults
 
 FILES = ("laptop", "smoke", "laptop-from-scratch", "controls", "seeds")
 

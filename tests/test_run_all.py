@@ -189,7 +189,7 @@ def test_tests_end_with_pytests_closing_line_and_code(run_all, tmp_path, capfd, 
 
 
 def test_the_command_line_reaches_the_runner(run_all, monkeypatch, tmp_path):
-    from alar import runner
+    from alar.runs import runner
 
     seen = {}
     monkeypatch.setattr(runner, "main", lambda request, **kwargs: seen.update(request=request, **kwargs) or 0)

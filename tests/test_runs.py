@@ -18,10 +18,11 @@ import pytest
 import yaml
 from rich.console import Console
 
-from alar import jsonl, runs, stages
-from alar.runner import Request, main
-from alar.sections import Experiment
-from alar.terminal import Terminal, bar_line, duration
+from alar import jsonl, runs
+from alar.runs import stages
+from alar.runs.runner import Request, main
+from alar.params.sections import Experiment
+from alar.runs.terminal import Terminal, bar_line, duration
 
 ROOT = Path(__file__).resolve().parent.parent
 PARAMETERS = "run_dir = 'runs/by-hand/search'\ndomain = 'search'\nseed = 0\nreport_to = 'none'\n"
@@ -52,8 +53,9 @@ class Study:
         self.run_dir = root / "runs" / "tiny" / "search"
         package = root / "alar"
         (package / "search").mkdir(parents=True)
-        for name in ("runs.py", "jsonl.py"):
-            shutil.copy(ROOT / "alar" / name, package)
+        (package / "runs").mkdir()
+        for name in ("runs/__init__.py", "jsonl.py"):
+            shutil.copy(ROOT / "alar" / name, package / name)
         (package / "__init__.py").write_text("")
         (package / "search" / "__init__.py").write_text("")
         (package / "search" / "words.py").write_text("from alar.search.letters import LETTER\nWORD = LETTER * 3\n")
@@ -248,7 +250,7 @@ def test_nothing_runs_when_a_name_is_wrong(study):
 SCRIPT = """
 import sys
 from pathlib import Path
-from alar.runner import Request, main
+from alar.runs.runner import Request, main
 root = Path(sys.argv[1])
 sys.exit(main(Request(root / "p.yaml", overrides=tuple(sys.argv[2:])), root=root))
 """
@@ -446,7 +448,7 @@ def test_publishing_writes_figures_and_small_pages(study, tmp_path):
 
 
 def test_publishing_too_much_is_refused(study, monkeypatch):
-    from alar import publish
+    from alar.runs import publish
 
     monkeypatch.setattr(publish, "LIMIT", 1000)
     code, shown = study.run(publish=True)

@@ -7,7 +7,8 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from alar import intervals, statistics, tables
+from alar import statistics, tables
+from alar.statistics import intervals
 
 RESAMPLES = 500
 

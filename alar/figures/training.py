@@ -30,7 +30,7 @@ from alar.figures.style import (
     percent_axis,
     styled,
 )
-from alar.intervals import running_mean, wilson
+from alar.statistics.intervals import running_mean, wilson
 
 # Panel title, then its series: column of metrics.jsonl, label, colour.
 _PANELS = [

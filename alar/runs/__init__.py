@@ -7,7 +7,7 @@
 
 The same calls work by hand in JupyterLab, under papermill and under `run_all.py`. Each file that `input` hands out
 is noted in `inputs.json`; with the code and the parameters these notes decide whether a finished stage may be reused
-(`alar.stages`). A stage that can resume writes its state with `save_resume`; everything else starts from an empty folder.
+(`alar.runs.stages`). A stage that can resume writes its state with `save_resume`; everything else starts from an empty folder.
 """
 
 import json
@@ -48,7 +48,7 @@ def resolve(path: str | Path) -> Path:
 def repository() -> Path:
     """The folder that holds `run_all.py`: above the current one, else above this package, else the current one."""
     here = Path.cwd()
-    for folder in (here, *here.parents, Path(__file__).resolve().parent.parent):
+    for folder in (here, *here.parents, Path(__file__).resolve().parents[2]):
         if (folder / "run_all.py").is_file() and (folder / "alar").is_dir():
             return folder
     return here

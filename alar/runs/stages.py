@@ -17,9 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Iterable
 
-from alar import notebooks, params, runs
+from alar import params, runs
+from alar.params import notebooks
 from alar.jsonl import write_json
-from alar.sections import Experiment, field_kind
+from alar.params.sections import Experiment, field_kind
 
 NOT_IN_KEY = {"run_dir", "report_to", "threads"}  # where and how, not what
 NOT_OUTPUT = {runs.FINISHED, runs.UNFINISHED, runs.INPUTS}

@@ -1,10 +1,10 @@
 """Parameter files: reading, checking as a whole, and flattening for one notebook.
 
-A file is a YAML mapping of sections (`alar.sections`). It may say `extends: other.yaml` (beside it, one level)
+A file is a YAML mapping of sections (`alar.params.sections`). It may say `extends: other.yaml` (beside it, one level)
 and hold `variants:`, a mapping from a name to sections that differ and, optionally, `only: ["01", "03"]`.
 Layers are merged in this order: defaults, the extended file, the file, the variant, `section.key=value` overrides.
 Nothing runs before everything has been checked, and all problems are reported at once, each with its file, key and
-remedy. What a notebook receives is decided by its own `parameters` cell (`alar.notebooks`), so that a misspelt
+remedy. What a notebook receives is decided by its own `parameters` cell (`alar.params.notebooks`), so that a misspelt
 name can be neither injected nor ignored.
 """
 
@@ -15,9 +15,9 @@ from typing import Any, Iterable
 import yaml
 from pydantic import ValidationError
 
-from alar.notebooks import NotebookError, declared_parameters, numbered
-from alar.parameter_files import ParameterError, did_you_mean, kind_of, parse_value, read_document, shown_path
-from alar.sections import OWN_SECTION, Experiment, field_kind, section_models
+from alar.params.notebooks import NotebookError, declared_parameters, numbered
+from alar.params.files import ParameterError, did_you_mean, kind_of, parse_value, read_document, shown_path
+from alar.params.sections import OWN_SECTION, Experiment, field_kind, section_models
 
 RUN_FOLDER_NAME = "run_dir"  # injected by the runner, with `domain`
 NOT_INJECTED = {"name", "domains"}  # of section `run`: they choose folders, no notebook reads them

@@ -15,12 +15,13 @@ from typing import Iterator
 import filelock
 import yaml
 
-from alar import params, provenance, runs, stages
-from alar.execution import CellFailed, execute
+from alar import params, runs
+from alar.runs import provenance, stages
+from alar.runs.execution import CellFailed, execute
 from alar.jsonl import replacing, write_json
-from alar.notebooks import NotebookError, numbered
-from alar.sections import Experiment
-from alar.terminal import Terminal, duration
+from alar.params.notebooks import NotebookError, numbered
+from alar.params.sections import Experiment
+from alar.runs.terminal import Terminal, duration
 
 RUN_LOCK = "run"
 
@@ -67,7 +68,7 @@ def main(request: Request, *, root: Path, notebooks_dir: Path | None = None, lis
             for job in jobs:
                 run(job, request, root, terminal)
         if request.publish:
-            from alar.publish import publish
+            from alar.runs.publish import publish
 
             for line in publish([(job.domain, job.run_dir) for job in jobs], root):
                 terminal.say(line)

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from alar import tables
-from alar.intervals import (
+from alar.statistics.intervals import (
     Estimate,
     bootstrap_mean,
     estimate,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from alar.jsonl import write_json
-from alar.sections import Experiment
-from alar.stages import read_record
+from alar.params.sections import Experiment
+from alar.runs.stages import read_record
 
 
 def update(run_dir: Path, experiment: Experiment, domain: str, parameter_file: str, stage: str,

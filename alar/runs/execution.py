@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
-from alar import notebooks
-from alar.provenance import available_cores
+from alar.params import notebooks
+from alar.runs.provenance import available_cores
 from alar.runs import PROGRESS_CHANNEL
 
 TICK = 0.25  # seconds between two looks at the kernel's progress
