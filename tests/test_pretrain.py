@@ -11,7 +11,7 @@ from alar.train import pretrain as module
 from alar.train.pretrain import PretrainConfig, pretrain
 
 TINY = PretrainConfig(
-    steps=6, batch_size=4, questions_per_world=16, hidden_size=32, layers=1, heads=1, key_value_heads=1,
+    steps=6, batch_size=4, questions_per_world=16, hidden_size=32, layers=1,
     vocabulary=1024, warmup_steps=2,
 )
 
@@ -64,7 +64,7 @@ def test_an_interrupted_pretraining_goes_on_over_the_same_batches(trained, tmp_p
 
 def test_resuming_with_another_config_is_refused(trained, tmp_path):
     with pytest.raises(ValueError, match="another config"):
-        pretrain(trained[0], replace(TINY, hidden_size=64, heads=2))
+        pretrain(trained[0], replace(TINY, hidden_size=64))
 
 
 def test_only_what_the_policy_writes_carries_loss(trained):

@@ -73,7 +73,7 @@ def test_chains_of_thought_compute_what_they_say():
         a, b = rng.randint(1, 100), rng.randint(1, 100)
         ones, tens = re.findall(r"(?:ones|tens) [\d+]+=(\d+)", questions.add_text(a, b))
         assert 10 * int(tens) + int(ones) % 10 == a + b
-    assert questions.compare_text(1991, 1975) == "1=1, 9=9, 9>7, so 1991>1975"
+    assert questions.compare_text(1991, 1975) == "1=1, hundreds 9=9, tens 9>7, so 1991>1975"
 
 
 def test_the_test_split_is_fixed_balanced_and_about_the_real_world():

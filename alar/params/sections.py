@@ -76,11 +76,10 @@ class Model(Section):
 class Pretrain(Section):
     """Used when `model.base` is "scratch"."""
 
-    steps: CountOrNone = 3000
-    batch_size: Count = 64
-    learning_rate: Rate = 2e-3
-    worlds: Count = 24
-    questions_per_world: Count = 1500
+    steps: CountOrNone = 3300
+    batch_size: Count = 32
+    learning_rate: Rate = 3e-3
+    questions_per_world: Count = 1536
     hidden_size: Annotated[int, Field(ge=32, multiple_of=32)] = 128
     layers: Count = 4
     vocabulary: Annotated[int, Field(ge=512)] = 3072
@@ -111,7 +110,7 @@ class Rollout(Section):
 
 
 class Teacher(Section):
-    questions: Count = 4000
+    questions: Count = 2400
     worlds: Count = 24
     temperature: Annotated[float, Field(ge=0)] = 1.0
     questions_file: Location = ""  # JSONL with question and answers; "" = the embedded world
@@ -127,7 +126,7 @@ class Supervised(Section):
     warmup_ratio: Share = 0.03
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     latent_gradient: Literal["published", "full", "projector_only"] = "published"
-    trainable: Literal["lora", "full"] = "lora"
+    trainable: Literal["lora", "full"] = "full"  # the embedded model is small enough
     lora_rank: Count = 16
     lora_alpha: Count = 32
     max_examples: CountOrNone = 0  # 0 = all
@@ -138,17 +137,20 @@ class Aasd(Supervised):
 
 
 class Warmup(Supervised):
+    learning_rate: Rate = 5e-4
+    epochs: Annotated[float, Field(gt=0)] = 2.0
     latent_probability: Share = 0.5
 
 
 class Rl(Section):
-    steps: Count = 60
-    prompts_per_step: Count = 8
+    steps: Count = 50
+    prompts_per_step: Count = 12
     group_size: Annotated[int, Field(ge=2)] = 8
-    gradient_accumulation: Count = 1
+    gradient_accumulation: Count = 4
     learning_rate: Rate = 3e-4
+    schedule: Literal["constant", "linear"] = "linear"  # linear: to zero over all steps
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    kl_coefficient: Annotated[float, Field(ge=0)] = 1e-3
+    kl_coefficient: Annotated[float, Field(ge=0)] = 1e-2
     clip_low: Share = 0.2
     clip_high: Share = 0.2
     alpha: Annotated[float, Field(ge=0)] = 0.3
@@ -156,9 +158,9 @@ class Rl(Section):
     variant: Literal["published", "repaired"] = "repaired"
     credit: Literal["trajectory", "turn"] = "turn"
     explore_fraction: Share = 0.5  # of each group's rollouts, whose modes are drawn at random turn by turn
-    mode_weight: Annotated[float, Field(ge=0)] = 1.0
+    mode_weight: Annotated[float, Field(ge=0)] = 2.0
     latents: Literal["recomputed", "cached"] = "recomputed"
-    trainable: Literal["lora", "full"] = "lora"
+    trainable: Literal["lora", "full"] = "full"
     lora_rank: Count = 16
     lora_alpha: Count = 32
     train_projector: bool = False

@@ -167,7 +167,9 @@ def mode_advantages(
     Raises ValueError where the three differ in length.
     """
     if not len(modes) == len(advantages) == len(groups):
-        raise ValueError(f"{len(modes)} lists of modes, {len(advantages)} advantages, {len(groups)} groups: one of each per rollout")
+        raise ValueError(
+            f"{len(modes)} lists of modes, {len(advantages)} advantages, {len(groups)} groups: one of each per rollout"
+        )
     arms: dict[tuple[Hashable, int, bool], list[float]] = defaultdict(list)
     for own_modes, advantage, group in zip(modes, advantages, groups):
         for turn, latent in enumerate(own_modes):

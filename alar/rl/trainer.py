@@ -35,6 +35,7 @@ class RLConfig:
     prompts_per_step: int = 16
     group_size: int = 8
     learning_rate: float = 1e-6
+    schedule: str = "constant"  # "constant" | "linear" (to zero over all steps)
     temperature: float = 1.0
     kl_coefficient: float = 1e-3
     clip_low: float = 0.2
@@ -63,6 +64,7 @@ class RLConfig:
         choices = {
             "variant": ("published", "repaired"),
             "credit": ("trajectory", "turn"),
+            "schedule": ("constant", "linear"),
             "latents": ("recomputed", "cached"),
             "select": ("best", "last"),
         }
@@ -259,6 +261,9 @@ class ARGRPO:
             sums["clip_fraction"] += float(details["clip_fraction"]) * share
             sums["ratio_error"] = max(sums["ratio_error"], (logprobs.detach() - behaviour).exp().sub(1).abs().max().item())
         torch.nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], 1.0)
+        remaining = 1 - self.done / config.steps if config.schedule == "linear" else 1.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.learning_rate * remaining
         self.optimizer.step()
         return sums
 

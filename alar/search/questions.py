@@ -77,11 +77,11 @@ _SUM = (
 
 
 def compare_text(a: int, b: int) -> str:
-    """Compare two numbers of the same length digit by digit, e.g. `1=1, 9=9, 9>7, so 1991>1975`."""
+    """Compare two years digit by digit, e.g. `1=1, hundreds 9=9, tens 9>7, so 1991>1975`."""
     parts = []
-    for left, right in zip(str(a), str(b)):
+    for place, left, right in zip(("", "hundreds ", "tens ", "ones "), str(a), str(b)):
         sign = "=" if left == right else ">" if left > right else "<"
-        parts.append(f"{left}{sign}{right}")
+        parts.append(f"{place}{left}{sign}{right}")
         if sign != "=":
             break
     return f"{', '.join(parts)}, so {a}{'>' if a > b else '<'}{b}"
@@ -191,8 +191,9 @@ def sample_question(facts: World, kind: str, rng: random.Random) -> Solved:
     if kind == "comparison":
         wanted = rng.choice(("earlier", "later"))
         answer = min(one, two, key=lambda t: t.since) if wanted == "earlier" else max(one, two, key=lambda t: t.since)
+        both = f"{one.since} is {one.name} and {two.since} is {two.name}."
         comparison = compare_text(one.since, two.since)
-        thought = f"{both} {comparison}. The {wanted} year is {answer.since}, that of {answer.name}."
+        thought = f"{both} {comparison}. The {wanted} year is {answer.since} and {answer.since} is {answer.name}."
         text = rng.choice(_COMPARE).format(wanted, one.name, two.name)
         return _finish(facts.name, kind, text, answer.name, (2,), [*steps, Step(thought, "answer", answer.name)])
     gap = one.since - two.since

@@ -15,7 +15,7 @@ from typing import Iterator
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from alar import protocol
 from alar.rollout.codec import Codec
@@ -28,8 +28,10 @@ QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-MIXTURE = ("single", "bridge", "comparison", "arithmetic", "arithmetic")  # arithmetic is two skills in one type
+# What takes longest to learn comes most often; arithmetic is two skills in one type.
+MIXTURE = ("single", "bridge", "comparison", "comparison", "arithmetic", "arithmetic", "arithmetic")
 SPARE_ROWS = 16  # of the embedding table; the first becomes the latent token
+HEAD_SIZE = 32
 SAVE_EVERY = 200  # steps
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -39,7 +41,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class PretrainConfig:
-    """Sizes and schedule: warm-up, then a constant rate, then a linear decay over the last `decay_fraction` of the steps."""
+    """Sizes (heads of 32, two queries per key) and schedule: warm-up, then a constant rate, then a linear decay over the last `decay_fraction` of the steps."""
 
     steps: int = 3600
     batch_size: int = 32
@@ -51,8 +53,6 @@ class PretrainConfig:
     topk: int = 2
     hidden_size: int = 128
     layers: int = 4
-    heads: int = 4
-    key_value_heads: int = 2
     vocabulary: int = 3072
     seed: int = 0
 
@@ -121,8 +121,8 @@ def build_model(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> Q
             hidden_size=config.hidden_size,
             intermediate_size=3 * config.hidden_size,
             num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.key_value_heads,
+            num_attention_heads=config.hidden_size // HEAD_SIZE,
+            num_key_value_heads=max(1, config.hidden_size // HEAD_SIZE // 2),
             max_position_embeddings=2048,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
             tie_word_embeddings=True,
@@ -147,26 +147,29 @@ def encode_trajectory(codec: Codec, question: str, turns) -> tuple[list[int], li
     return ids, labels
 
 
-def batches(codec: Codec, config: PretrainConfig) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless right-padded batches (B, T) of ids and labels, one world after another, of similar lengths."""
-    rng, number = random.Random(config.seed), 0
-    pad = codec.tokenizer.pad_token_id
+def batches(codec: Codec, config: PretrainConfig, first: tuple[int, int] = (0, 0)) -> Iterator[tuple]:
+    """Endless ((world, batch), ids, labels), right-padded (B, T), one world after another, from `first` on.
+
+    Each world's batches hold trajectories of similar lengths and depend on the world's number and the seed alone.
+    """
+    pad, (number, skipped) = codec.tokenizer.pad_token_id, first
     while True:
         name = f"counterfactual-{questions.FIRST_PRETRAINING_WORLD + number}"
-        number += 1
         items = [
             encode_trajectory(codec, question, turns)
             for question, turns in solved_texts(name, config.questions_per_world, config.seed, config.topk)
         ]
         items.sort(key=lambda item: len(item[0]))
         groups = [items[i : i + config.batch_size] for i in range(0, len(items), config.batch_size)]
-        rng.shuffle(groups)
-        for group in groups:
+        random.Random(f"pretraining {config.seed} {number}").shuffle(groups)
+        for place, group in enumerate(groups[skipped:], start=skipped):
             length = max(len(ids) for ids, _ in group)
             yield (
+                (number, place),
                 torch.tensor([ids + [pad] * (length - len(ids)) for ids, _ in group]),
                 torch.tensor([labels + [-100] * (length - len(labels)) for _, labels in group]),
             )
+        number, skipped = number + 1, 0
 
 
 def policy_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -178,7 +181,7 @@ def policy_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tensor
 
 
 def _sizes(config: PretrainConfig) -> list[int]:
-    return [config.hidden_size, config.layers, config.heads, config.key_value_heads, config.vocabulary, config.batch_size]
+    return [config.hidden_size, config.layers, config.vocabulary, config.batch_size]
 
 
 def pretrain(folder: str | Path, config: PretrainConfig, *, log=None) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
@@ -189,28 +192,32 @@ def pretrain(folder: str | Path, config: PretrainConfig, *, log=None) -> tuple[Q
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(config)
-    tokenizer.save_pretrained(folder)
+    resume = folder / "resume.pt"
+    if resume.exists():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    else:
+        tokenizer = train_tokenizer(config)
+        tokenizer.save_pretrained(folder)
     model, codec = build_model(config, tokenizer), Codec(tokenizer)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=config.weight_decay
     )
-    resume = folder / "resume.pt"
-    done, tokens, seconds, rows = 0, 0, 0.0, []
+    done, tokens, seconds, rows, place = 0, 0, 0.0, [], (0, -1)
     if resume.exists():
         state = torch.load(resume, weights_only=True)
         if state["sizes"] != _sizes(config):
-            raise ValueError(f"{resume}: was made with another config ({state['sizes']}); remove the folder to start anew")
+            raise ValueError(
+                f"{resume}: was made with another config ({state['sizes']}); remove the folder to start anew"
+            )
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         done, tokens, seconds, rows = state["step"], state["tokens"], state["seconds"], state["rows"]
+        place = tuple(state["place"])
     losses: list[float] = []
     started = time.perf_counter() - seconds
-    for step, (ids, labels) in enumerate(batches(codec, config), start=1):
-        if step <= done:
-            continue
-        if step > config.steps:
-            break
+    stream = batches(codec, config, (place[0], place[1] + 1))
+    for step in range(done + 1, config.steps + 1):
+        place, ids, labels = next(stream)
         remaining = (config.steps - step + 1) / (config.decay_fraction * config.steps)
         rate = config.learning_rate * min(1.0, step / config.warmup_steps, remaining)
         loss = policy_loss(model, ids, labels)
@@ -232,8 +239,9 @@ def pretrain(folder: str | Path, config: PretrainConfig, *, log=None) -> tuple[Q
                 log(rows[-1])
         if step % SAVE_EVERY == 0 or step == config.steps:
             model.save_pretrained(folder)
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "sizes": _sizes(config)}
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "sizes": _sizes(config)}
+            where = {"step": step, "place": place, "tokens": tokens, "seconds": seconds, "rows": rows}
             partial = resume.with_suffix(".partial")
-            torch.save(state | {"tokens": tokens, "seconds": seconds, "rows": rows}, partial)
+            torch.save(state | where, partial)
             partial.replace(resume)
     return model, tokenizer
