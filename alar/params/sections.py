@@ -110,7 +110,7 @@ class Rollout(Section):
 
 
 class Teacher(Section):
-    questions: Count = 2400
+    questions: Count = 1800
     worlds: Count = 24
     temperature: Annotated[float, Field(ge=0)] = 1.0
     questions_file: Location = ""  # JSONL with question and answers; "" = the embedded world
@@ -143,8 +143,8 @@ class Warmup(Supervised):
 
 
 class Rl(Section):
-    steps: Count = 50
-    prompts_per_step: Count = 12
+    steps: Count = 48
+    prompts_per_step: Count = 8
     group_size: Annotated[int, Field(ge=2)] = 8
     gradient_accumulation: Count = 4
     learning_rate: Rate = 3e-4
@@ -165,7 +165,7 @@ class Rl(Section):
     lora_alpha: Count = 32
     train_projector: bool = False
     worlds: Count = 24
-    validation_every: CountOrNone = 10  # 0 = never
+    validation_every: CountOrNone = 8  # 0 = never
     validation_questions: Count = 128
     checkpoint_every: Count = 10
     trainer: Literal["single", "verl"] = "single"
@@ -184,9 +184,9 @@ class Rl(Section):
 
 class Eval(Section):
     checkpoint: Location = ""  # a model folder: evaluate only this one
-    questions: Count = 1500
-    control_questions: Count = 400
-    oracle_questions: Count = 300
+    questions: Count = 800
+    control_questions: Count = 240
+    oracle_questions: Count = 160
     sets: Annotated[list[str], Field(min_length=1)] = ["real"]
     questions_file: Location = ""
     bootstrap: Annotated[int, Field(ge=100)] = 10000
