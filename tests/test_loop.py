@@ -139,7 +139,7 @@ def test_mode_probabilities_equal_two_plain_forwards(engine):
         validation_questions(6), engine, SearchEnvironment(), SAMPLING,
         modes=lambda row, turn: rng.choice(["latent", "think", "free"]), max_turns=3,
     )
-    scores = latent_probabilities(engine.model, engine.codec, trajectories, batch_size=4)
+    scores = latent_probabilities(engine.model, engine.codec, trajectories, cells=60_000)
     for t, row in zip(trajectories, scores, strict=True):
         assert len(row) == len(t.turns)
         for turn, p in enumerate(row):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Callable, Sequence
 
@@ -351,6 +351,7 @@ class ARGRPO:
         partial = self.folder / "resume.partial"
         torch.save(
             {
+                "config": asdict(self.config),
                 "done": self.done,
                 "best": self.best,
                 "best_weights": torch.load(self.folder / "best.pt", weights_only=True)
@@ -370,6 +371,8 @@ class ARGRPO:
         if not path.exists():
             return
         state = torch.load(path, weights_only=True)
+        if state["config"] != asdict(self.config):
+            raise ValueError(f"{path}: was written with other rl parameters; remove {self.folder} to start anew")
         self.done, self.best, self.rows = state["done"], state["best"], state["rows"]
         self.model.load_state_dict(state["weights"], strict=False)
         self.optimizer.load_state_dict(state["optimizer"])

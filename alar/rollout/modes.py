@@ -26,13 +26,17 @@ def block_start(trajectory: Trajectory, turn: int, codec: Codec) -> int:
 
 @torch.no_grad()
 def latent_probabilities(
-    model, codec: Codec, trajectories: Sequence[Trajectory], *, batch_size: int = 64
+    model, codec: Codec, trajectories: Sequence[Trajectory], *, cells: int = 2**21
 ) -> list[list[float]]:
-    """p(latent | state) for every turn of every trajectory, states as recorded (with their recorded z)."""
+    """p(latent | state) for every turn of every trajectory, states as recorded (with their recorded z).
+
+    Trajectories of similar lengths share a forward pass whose (B, T, T) mask has about `cells` entries at most.
+    """
     results: list[list[float]] = [[] for _ in trajectories]
-    order = sorted(range(len(trajectories)), key=lambda i: len(trajectories[i].ids))
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
+    order = sorted(range(len(trajectories)), key=lambda i: len(trajectories[i].ids), reverse=True)
+    while order:
+        count = max(1, cells // max(1, len(trajectories[order[0]].ids)) ** 2)
+        chosen, order = order[:count], order[count:]
         for index, scores in zip(chosen, _score(model, codec, [trajectories[i] for i in chosen])):
             results[index] = scores
     return results

@@ -97,7 +97,7 @@ def begin(folder: Path, parts: dict[str, Any], *, fresh: bool = False) -> bool:
         not fresh
         and record is not None
         and record["fingerprint"] == parts
-        and any((folder / runs.RESUME).glob("[0-9]*"))
+        and any((folder / runs.RESUME).glob("[!.]*"))
         and set(runs.read_inputs(folder)) <= set(record["inputs"])
         and not _changed_input(folder, record["inputs"])
     )

@@ -7,6 +7,7 @@ from typing import Sequence
 
 from alar import protocol
 from alar.records import Observation, Question
+from alar.search.corpus import RetrievalError
 from alar.search.metrics import exact_match
 from alar.search.retriever import Searcher, build
 from alar.search.world import world
@@ -29,6 +30,11 @@ class SearchEnvironment:
     def _searcher(self, name: str) -> Searcher:
         if self.searcher is not None:
             return self.searcher
+        if not name:
+            raise RetrievalError(
+                "a question without a world of its own needs a corpus: set retrieval.backend with retrieval.corpus and "
+                "retrieval.index, or with the url of a server"
+            )
         if name not in self._worlds:
             self._worlds[name] = build("tfidf", passages=world(name).passages())
             while len(self._worlds) > self.kept_worlds:

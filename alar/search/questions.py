@@ -228,8 +228,8 @@ def _spread(names: list[str], count: int, seed: int) -> list[Question]:
     return [solved.question for name, share in zip(names, shares) for solved in solved_questions(name, share, seed)]
 
 
-def test_questions(count: int) -> list[Question]:
-    """The first `count` questions of the fixed test split over the real world.
+def test_questions(count: int | None = None) -> list[Question]:
+    """The first `count` questions of the fixed test split over the real world; all of them without `count`.
 
     The split is all that 3000 draws per type contain, ordered by the hash in the id; types alternate, so that any
     prefix is balanced.
@@ -240,6 +240,6 @@ def test_questions(count: int) -> list[Question]:
         drawn = {q.question.id: q.question for q in (sample_question(world(REAL), kind, rng) for _ in range(3000))}
         by_type.append([drawn[identity] for identity in sorted(drawn)])
     interleaved = [question for row in zip(*by_type) for question in row]
-    if count > len(interleaved):
+    if count is not None and count > len(interleaved):
         raise ValueError(f"the embedded test split has {len(interleaved)} questions, {count} were asked for")
     return interleaved[:count]

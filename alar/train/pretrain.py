@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Iterator
 
@@ -43,7 +43,7 @@ CHAT_TEMPLATE = (
 class PretrainConfig:
     """Sizes (heads of 32, two queries per key) and schedule: warm-up, then a constant rate, then a linear decay over the last `decay_fraction` of the steps."""
 
-    steps: int = 3600
+    steps: int = 3300
     batch_size: int = 32
     learning_rate: float = 3e-3
     weight_decay: float = 0.01
@@ -180,10 +180,6 @@ def policy_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tensor
     return torch.nn.functional.cross_entropy(model.lm_head(hidden[scored]), targets[scored])
 
 
-def _sizes(config: PretrainConfig) -> list[int]:
-    return [config.hidden_size, config.layers, config.vocabulary, config.batch_size]
-
-
 def pretrain(folder: str | Path, config: PretrainConfig, *, log=None) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
     """Train tokenizer and model, save both in `folder` with `training.jsonl`.
 
@@ -205,9 +201,9 @@ def pretrain(folder: str | Path, config: PretrainConfig, *, log=None) -> tuple[Q
     done, tokens, seconds, rows, place = 0, 0, 0.0, [], (0, -1)
     if resume.exists():
         state = torch.load(resume, weights_only=True)
-        if state["sizes"] != _sizes(config):
+        if state["config"] != asdict(config):
             raise ValueError(
-                f"{resume}: was made with another config ({state['sizes']}); remove the folder to start anew"
+                f"{resume}: was made with another config ({state['config']}); remove the folder to start anew"
             )
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -239,7 +235,7 @@ def pretrain(folder: str | Path, config: PretrainConfig, *, log=None) -> tuple[Q
                 log(rows[-1])
         if step % SAVE_EVERY == 0 or step == config.steps:
             model.save_pretrained(folder)
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "sizes": _sizes(config)}
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "config": asdict(config)}
             where = {"step": step, "place": place, "tokens": tokens, "seconds": seconds, "rows": rows}
             partial = resume.with_suffix(".partial")
             torch.save(state | where, partial)
