@@ -256,9 +256,15 @@ sys.exit(main(Request(root / "p.yaml", overrides=tuple(sys.argv[2:])), root=root
 """
 
 
+def heed_interrupts():
+    """A shell that runs the tests in the background lets its children ignore SIGINT; the run under test must not."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def start(study, *overrides):
     return subprocess.Popen([sys.executable, "-c", SCRIPT, str(study.root), *overrides], stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+                            stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                            preexec_fn=heed_interrupts)
 
 
 def wait_for(condition, seconds=120):
