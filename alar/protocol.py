@@ -117,7 +117,7 @@ def parse_turn(text: str, actions: tuple[str, ...] = SEARCH_ACTIONS) -> Turn:
 
 def parse_turns(text: str, actions: tuple[str, ...] = SEARCH_ACTIONS) -> list[Turn]:
     """Parse a whole assistant text, observations included, into its turns. Never raises."""
-    pieces = [piece for piece in _OBSERVATION.split(text)]
+    pieces = _OBSERVATION.split(text)
     if len(pieces) > 1 and not pieces[-1].strip():
         pieces.pop()
     return [parse_turn(piece.replace("<|im_end|>", ""), actions) for piece in pieces]

@@ -6,13 +6,14 @@ RL objective, the inspector) reads these fields; nobody derives them again from 
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Iterable
 
 import numpy as np
+
+from alar.jsonl import read_jsonl, write_jsonl
 
 
 class Origin(IntEnum):
@@ -127,27 +128,21 @@ def question_from_json(record: dict) -> Question:
 
 
 def write_trajectories(path: str | Path, trajectories: Iterable[Trajectory]) -> Path:
-    """Write JSON lines aside, then rename, so that a half-written file is never taken for a whole one."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(path.suffix + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        for trajectory in trajectories:
-            file.write(json.dumps(trajectory.to_json(), ensure_ascii=False) + "\n")
-    return partial.replace(path)
+    """Write JSON lines in one step, so that a half-written file is never taken for a whole one."""
+    write_jsonl(path, (trajectory.to_json() for trajectory in trajectories))
+    return Path(path)
 
 
 def read_trajectories(path: str | Path) -> list[Trajectory]:
-    """Read JSON lines; a broken line is an error that names the file and the line."""
+    """Read JSON lines; a broken or incomplete line is an error that names the file and the line."""
     path, trajectories = Path(path), []
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file of trajectories; run the stage that writes it first")
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                trajectories.append(Trajectory.from_json(json.loads(line)))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path}:{number}: not a complete trajectory ({error}); delete the file and run the stage again"
-                ) from error
+    for number, record in enumerate(read_jsonl(path), start=1):
+        try:
+            trajectories.append(Trajectory.from_json(record))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path}, line {number}: not a complete trajectory ({error}); delete the file and run the stage again"
+            ) from error
     return trajectories

@@ -96,7 +96,10 @@ def test_a_truncated_file_of_trajectories_names_the_line(engine, tmp_path):
     trajectories = run(validation_questions(2), engine, SearchEnvironment(), SAMPLING, max_turns=2)
     path = write_trajectories(tmp_path / "t.jsonl", trajectories)
     path.write_text(path.read_text()[:-40])
-    with pytest.raises(ValueError, match=r"t\.jsonl:2: not a complete trajectory"):
+    with pytest.raises(ValueError, match=r"t\.jsonl, line 2: the last line is cut off"):
+        read_trajectories(path)
+    path.write_text('{"ids": [1]}\n')
+    with pytest.raises(ValueError, match=r"t\.jsonl, line 1: not a complete trajectory"):
         read_trajectories(path)
     with pytest.raises(FileNotFoundError, match="run the stage"):
         read_trajectories(tmp_path / "absent.jsonl")
