@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from alar.records import Origin, Question, Trajectory
+from alar.records import Question, Trajectory
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Engine, Sampling
 from alar.rollout.loop import Environment, run
@@ -194,12 +194,3 @@ def example_turns(codec: Codec, trajectories: dict[str, Trajectory]) -> pd.DataF
                 }
             )
     return pd.DataFrame(rows)
-
-
-def check_origins(trajectory: Trajectory, latent_token_id: int | None) -> None:
-    """Raise if the record contradicts itself: lengths, latent ids against LATENT origins, one z per latent position."""
-    if not len(trajectory.ids) == len(trajectory.origins) == len(trajectory.logprobs):
-        raise ValueError(f"{trajectory.question.id}: ids, origins and log-probs have different lengths")
-    marked = [origin == Origin.LATENT for origin in trajectory.origins]
-    if marked != [token == latent_token_id for token in trajectory.ids] or sum(marked) != len(trajectory.latents):
-        raise ValueError(f"{trajectory.question.id}: latent ids, LATENT origins and z do not agree")

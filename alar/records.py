@@ -104,6 +104,19 @@ class Trajectory:
     def think_length(self) -> int:
         return sum(turn.think_length for turn in self.turns)
 
+    def check(self) -> None:
+        """Raise ValueError if the record contradicts itself: one origin and log-prob a token, one z a LATENT token."""
+        if not len(self.ids) == len(self.origins) == len(self.logprobs):
+            raise ValueError(f"{self.question.id}: ids, origins and log-probs have different lengths")
+        marked = {token for token, origin in zip(self.ids, self.origins) if origin == Origin.LATENT}
+        plain = {token for token, origin in zip(self.ids, self.origins) if origin != Origin.LATENT}
+        if len(marked) > 1 or marked & plain:
+            raise ValueError(f"{self.question.id}: latent ids and LATENT origins do not agree")
+        if self.count(Origin.LATENT) != len(self.latents):
+            raise ValueError(
+                f"{self.question.id}: {len(self.latents)} latent vectors for {self.count(Origin.LATENT)} latent positions"
+            )
+
     def to_json(self) -> dict:
         record = asdict(self)
         record["logprobs"] = [None if np.isnan(value) else round(float(value), 6) for value in self.logprobs]
@@ -117,7 +130,9 @@ class Trajectory:
         record["logprobs"] = [float("nan") if value is None else value for value in record["logprobs"]]
         record["latents"] = np.asarray(record["latents"], dtype=np.float32)
         record["turns"] = [TurnRecord(**turn) for turn in record["turns"]]
-        return cls(**record)
+        trajectory = cls(**record)
+        trajectory.check()
+        return trajectory
 
 
 def question_from_json(record: dict) -> Question:

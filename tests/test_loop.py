@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from alar import protocol
-from alar.evaluate import check_origins
 from alar.records import Origin, Trajectory, read_trajectories, write_trajectories
 from alar.rollout.engine import Sampling, TurnOutput
 from alar.rollout.hf import HFEngine, policy_logits
@@ -77,7 +76,8 @@ def test_records_agree_with_themselves_and_survive_the_disk(engine, tmp_path):
         validation_questions(12), engine, SearchEnvironment(), SAMPLING, modes=lambda row, turn: plan[turn], max_turns=4
     )
     for t in trajectories:
-        check_origins(t, engine.codec.latent_token_id)
+        t.check()
+        assert [o == Origin.LATENT for o in t.origins] == [token == engine.codec.latent_token_id for token in t.ids]
         assert t.generated_tokens == sum(turn.end - turn.start for turn in t.turns)
         for number, turn in enumerate(t.turns):
             assert turn.forced_mode == plan[number].replace("free", "")
@@ -147,3 +147,17 @@ def test_mode_probabilities_equal_two_plain_forwards(engine):
         assert len(row) == len(t.turns)
         for turn, p in enumerate(row):
             assert p == pytest.approx(slow_probability(engine.model, engine.codec, t, turn), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [("logprobs", [], "different lengths"), ("origins", None, "do not agree"), ("latents", [], "latent vectors for")],
+)
+def test_a_record_that_contradicts_itself_is_refused(engine, tmp_path, field, value, message):
+    (t,) = run(validation_questions(1), engine, SearchEnvironment(), SAMPLING, modes="latent", max_turns=1)
+    record = t.to_json()
+    if field == "origins":
+        value = list(record["origins"])
+        value[0] = int(Origin.LATENT)  # a prompt token
+    with pytest.raises(ValueError, match=message):
+        Trajectory.from_json(record | {field: value})

@@ -15,9 +15,9 @@ from jaxtyping import TypeCheckError, jaxtyped
 
 from alar.rl import objective
 
-NAMES = ("group_advantages", "policy_loss", "aggregate", "kl_penalty", "mode_advantages", "entropy_bits", "mode_information")
+NAMES = ("group_advantages", "policy_loss", "aggregate", "kl_penalty", "mode_advantages", "mode_information")
 CHECKED = {name: jaxtyped(typechecker=beartype)(getattr(objective, name)) for name in NAMES}
-group_advantages, policy_loss, aggregate, kl_penalty, mode_advantages, entropy_bits, mode_information = CHECKED.values()
+group_advantages, policy_loss, aggregate, kl_penalty, mode_advantages, mode_information = CHECKED.values()
 
 SEEDS = range(5)
 
@@ -309,11 +309,6 @@ def test_forced_random_modes_recover_the_effect_that_sampled_modes_confound():
 def test_lengths_that_differ_are_an_error():
     with pytest.raises(ValueError, match="1 lists of modes, 2 advantages, 1 groups"):
         mode_advantages([[True]], [0.0, 1.0], [0])
-
-
-def test_entropy_is_one_bit_for_a_fair_coin_and_none_for_certainty():
-    p = torch.tensor([0.0, 0.11, 0.5, 1.0], dtype=torch.float64)
-    assert entropy_bits(p).tolist() == pytest.approx([0.0, 0.49991596, 1.0, 0.0], abs=1e-8)
 
 
 def test_information_separates_collapse_coin_flips_and_choice_by_state():

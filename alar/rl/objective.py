@@ -21,6 +21,8 @@ import torch
 from jaxtyping import Bool, Float, Num, Shaped
 from torch import Tensor
 
+from alar.statistics import binary_entropy
+
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 KL_KINDS = ("kl", "abs", "mse", "low_var_kl")
 LOG_RATIO_LIMIT = 20.0  # |log ratio| beyond this is clamped before exp
@@ -185,11 +187,6 @@ def mode_advantages(
     return [[credit(group, turn, latent) for turn, latent in enumerate(own)] for own, group in zip(modes, groups)]
 
 
-def entropy_bits(p: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Entropy in bits of a choice between two, taken with probability p; 0 at p = 0 and 1."""
-    return (torch.special.entr(p) + torch.special.entr(1 - p)) / math.log(2)
-
-
 def mode_information(p_latent: Float[Tensor, "states"]) -> tuple[float, float, float]:
     """H(M), H(M|X) and I(X;M) = H(M) − H(M|X) in bits, from the exact p(latent | state) of every visited state.
 
@@ -204,7 +201,8 @@ def mode_information(p_latent: Float[Tensor, "states"]) -> tuple[float, float, f
     if outside.any():
         raise ValueError(f"p(latent) of state {int(outside.nonzero()[0])} is {p[outside][0]:.6g}, not a probability")
     p = p.clamp(0, 1)
-    marginal, conditional = entropy_bits(p.mean()).item(), entropy_bits(p).mean().item()
+    marginal = float(binary_entropy(p.mean().item()))
+    conditional = float(binary_entropy(p.numpy()).mean())
     return marginal, conditional, marginal - conditional
 
 

@@ -17,6 +17,7 @@ from typing import Callable, Sequence
 
 import torch
 
+from alar.jsonl import replacing
 from alar.records import Origin, Question, Trajectory
 from alar.rl.objective import group_advantages, kl_penalty, mode_advantages, mode_information, policy_loss
 from alar.rl.reward import Outcome, diversity_weight, shaped_rewards
@@ -348,22 +349,20 @@ class ARGRPO:
 
     def _checkpoint(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self.folder / "resume.partial"
-        torch.save(
-            {
-                "config": asdict(self.config),
-                "done": self.done,
-                "best": self.best,
-                "best_weights": torch.load(self.folder / "best.pt", weights_only=True)
-                if (self.folder / "best.pt").exists()
-                else None,
-                "rows": self.rows,
-                "weights": self._trained(),
-                "optimizer": self.optimizer.state_dict(),
-            },
-            partial,
-        )
-        partial.replace(self.folder / "resume.pt")
+        best = self.folder / "best.pt"
+        with replacing(self.folder / "resume.pt") as aside:
+            torch.save(
+                {
+                    "config": asdict(self.config),
+                    "done": self.done,
+                    "best": self.best,
+                    "best_weights": torch.load(best, weights_only=True) if best.exists() else None,
+                    "rows": self.rows,
+                    "weights": self._trained(),
+                    "optimizer": self.optimizer.state_dict(),
+                },
+                aside,
+            )
 
     def _resume(self, log: Callable[[dict], None]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -2,14 +2,15 @@
 
     stage = runs.stage("03_aasd", run_dir, report_to=report_to)
     traces = stage.input("02_teacher_traces", "traces.jsonl")
-    for batch in runs.progress(batches, "AASD"):
-        stage.log({"step": step, "loss": loss}, file="loss.jsonl")
+    with stage.training("AASD, steps", steps) as report:
+        report({"step": step, "loss": loss})
 
 The same calls work by hand in JupyterLab, under papermill and under `run_all.py`. Each file that `input` hands out
 is noted in `inputs.json`; with the code and the parameters these notes decide whether a finished stage may be reused
 (`alar.runs.stages`). A stage that can resume writes its state with `save_resume`; everything else starts from an empty folder.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -102,6 +103,24 @@ class Stage:
             numbers = {f"{prefix}/{key}": float(value) for key, value in row.items()
                        if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)}
             self._reporter(numbers, int(row.get("step", 0)))
+
+    @contextlib.contextmanager
+    def training(self, description: str, steps: int, file: str = "loss.jsonl") -> Iterator[Callable[[dict[str, Any]], None]]:
+        """For a training loop that starts anew: yields `report(row)`, where row holds "step" and "loss".
+
+        Each row is logged with the seconds since the start, and moves a bar of `steps` steps.
+        """
+        (self.folder / file).unlink(missing_ok=True)
+        started, done = time.perf_counter(), 0
+        with progress(description=description, total=steps) as bar:
+
+            def report(row: dict[str, Any]) -> None:
+                nonlocal done
+                self.log(row | {"seconds": round(time.perf_counter() - started, 2)}, file=file)
+                bar.update(row["step"] - done, note=f"loss {row['loss']:.3f}")
+                done = row["step"]
+
+            yield report
 
     def save_resume(self, write: Callable[[Path], None], step: int) -> None:
         """Keep the state at `step`: `write(folder)` fills a fresh folder, which then replaces the previous state."""

@@ -18,6 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from alar import protocol
+from alar.jsonl import replacing
 from alar.rollout.codec import Codec
 from alar.search import questions
 from alar.search.retriever import build
@@ -237,7 +238,6 @@ def pretrain(folder: str | Path, config: PretrainConfig, *, log=None) -> tuple[Q
             model.save_pretrained(folder)
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "config": asdict(config)}
             where = {"step": step, "place": place, "tokens": tokens, "seconds": seconds, "rows": rows}
-            partial = resume.with_suffix(".partial")
-            torch.save(state | where, partial)
-            partial.replace(resume)
+            with replacing(resume) as aside:
+                torch.save(state | where, aside)
     return model, tokenizer

@@ -36,6 +36,10 @@ class SupervisedConfig:
     lora_alpha: int = 32
     seed: int = 0
 
+    def steps(self, examples: int) -> int:
+        """Optimiser steps for so many examples."""
+        return max(1, round(self.epochs * examples / (self.batch_size * self.gradient_accumulation)))
+
 
 def trainable_model(model, trainable: str, *, lora_rank: int, lora_alpha: int, train_projector: bool = True):
     """Mark what trains: LoRA on q, k, v, o ("lora") or every weight ("full"); the projector by `train_projector`."""
@@ -112,7 +116,7 @@ def train(
     wrapped = trainable_model(
         model.train(), config.trainable, lora_rank=config.lora_rank, lora_alpha=config.lora_alpha
     )
-    steps = max(1, round(config.epochs * len(examples) / (config.batch_size * config.gradient_accumulation)))
+    steps = config.steps(len(examples))
     with tempfile.TemporaryDirectory() as scratch:
         trainer = LatentTrainer(
             wrapped,
