@@ -48,6 +48,8 @@ class LatentStates:
 class LatentCausalLM:
     """Mixin over a transformers causal LM: adds `model.projector`, `latent_states` and a latent-aware `forward`."""
 
+    _keep_in_fp32_modules_strict = ["projector"]
+
     def __init__(self, config):
         if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
             raise ValueError(
@@ -127,11 +129,18 @@ class LatentCausalLM:
                     "reentrant gradient checkpointing loses the gradients between the segments of a sequence: use "
                     "gradient_checkpointing_enable({'use_reentrant': False}), which is also the default"
                 )
-            gradient_checkpointing_func = partial(
-                gradient_checkpointing_func,
-                context_fn=lambda: (nullcontext(), attention_of(self.config, self.config._attn_implementation)),
-            )
+            gradient_checkpointing_func = partial(self._checkpointed, gradient_checkpointing_func)
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
+
+    def _checkpointed(self, checkpoint_function, layer_call, *inputs):
+        """One layer's call. Latent steps, K tokens per block, keep their activations: that costs less than a second run."""
+        packed = layer_call.keywords.get("packed")
+        if packed is not None and not packed.checkpointed:
+            return layer_call(*inputs)
+        implementation = self.config._attn_implementation
+        return checkpoint_function(
+            layer_call, *inputs, context_fn=lambda: (nullcontext(), attention_of(self.config, implementation))
+        )
 
     def forward(
         self,

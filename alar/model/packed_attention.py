@@ -95,6 +95,7 @@ class PackedCall:
 
     def __init__(self, shared: PackedPass, call: Call, device: torch.device):
         self.shared, self.call = shared, call
+        self.checkpointed = shared.checkpointed and call.step is None
         self.linked: dict[int, bool] = {}  # layer → does its past carry gradients; known once the forward ran
         self.masks = masks(call, device)
 
@@ -209,7 +210,7 @@ class _StoredAttention(torch.autograd.Function):
         write(call, store.values, value)
         ctx.packed, ctx.layer_store, ctx.scale, ctx.tape = packed, store, scale, None
         ctx.save_for_backward(query)
-        if packed.shared.checkpointed or not any(ctx.needs_input_grad):
+        if packed.checkpointed or not any(ctx.needs_input_grad):
             output = attend(packed, query, seen_parts(call, store.keys), seen_parts(call, store.values), scale)
         else:
             ctx.tape = _tape(packed, query, store, scale)
