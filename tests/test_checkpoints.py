@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -92,3 +93,47 @@ def test_output_scale_follows_the_embeddings(random_model):
     z = model.model.projector(torch.randn(500, model.config.hidden_size), 0)
     rms = model.get_input_embeddings().weight.pow(2).mean().sqrt()
     assert z.pow(2).mean().sqrt().item() == pytest.approx(rms.item(), rel=0.02)
+
+
+def test_dtypes_survive_a_round_trip_and_the_projector_stays_float32(random_model, tmp_path):
+    model, tokenizer = random_model()
+    before = {name: p.clone() for name, p in model.model.projector.state_dict().items()}
+    folder = save(model.to(torch.bfloat16), tokenizer, tmp_path / "checkpoint")
+    again, _ = load(folder, dtype="auto")
+    assert same_weights(model, again)
+    assert again.model.embed_tokens.weight.dtype == torch.bfloat16
+    for name, weight in again.model.projector.state_dict().items():
+        assert weight.dtype == torch.float32 and torch.equal(weight, before[name])
+    base, _ = from_base(embedded("search"), dtype=torch.bfloat16)
+    assert base.lm_head.weight.dtype == torch.bfloat16 and base.model.projector.up.weight.dtype == torch.float32
+
+
+def test_a_wrapped_model_is_saved_with_its_adapters_merged(random_model, tmp_path):
+    model, tokenizer = random_model()
+    ids = torch.randint(3, 900, (2, 20))
+    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)).eval()
+    with torch.no_grad():
+        expected = wrapped(input_ids=ids).logits
+        again, _ = load(save(wrapped, tokenizer, tmp_path / "checkpoint"))
+        assert (again(input_ids=ids).logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+        assert torch.equal(wrapped(input_ids=ids).logits, expected)
+    assert not any("lora" in name for name in again.state_dict())
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        save(model, tokenizer, tmp_path / "other")
+
+
+def test_saving_replaces_whatever_stood_in_its_place(random_model, tmp_path):
+    for name in ("checkpoint", "checkpoint.partial"):
+        (tmp_path / name / "nested").mkdir(parents=True)
+        (tmp_path / name / "nested" / "file").write_text("old")
+    folder = save(*random_model(), tmp_path / "checkpoint")
+    assert not (folder / "nested").exists() and load(folder)
+    assert save(*random_model(), tmp_path / "new" / "deeper").is_dir()
+
+
+def test_a_base_out_of_reach_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(OSError, match="nobody/nothing.*download the model first"):
+        from_base("nobody/nothing")
+    with pytest.raises(OSError, match="without a readable config.json"):
+        from_base(tmp_path)

@@ -6,8 +6,6 @@ cache that copy costs more than the attention. PyTorch takes grouped heads direc
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
@@ -34,13 +32,21 @@ AttentionInterface.register(GROUPED_SDPA, grouped_sdpa)
 AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)
 
 
-@contextmanager
-def grouped_attention(model):
+class attention_of:
+    """Context: the model of `config` runs with this attention implementation. May be entered again after it was left."""
+
+    def __init__(self, config, implementation: str):
+        self.config, self.implementation = config, implementation
+
+    def __enter__(self):
+        self.before = self.config._attn_implementation
+        self.config._attn_implementation = self.implementation
+
+    def __exit__(self, *error):
+        self.config._attn_implementation = self.before
+
+
+def grouped_attention(model) -> attention_of:
     """Run `model` with `grouped_sdpa` inside the block, if it uses sdpa; other implementations are left alone."""
-    before = model.config._attn_implementation
-    if before == "sdpa":
-        model.config._attn_implementation = GROUPED_SDPA
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
+    implementation = model.config._attn_implementation
+    return attention_of(model.config, GROUPED_SDPA if implementation == "sdpa" else implementation)

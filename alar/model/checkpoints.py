@@ -1,15 +1,18 @@
 """One folder per checkpoint: weights with the projector among them, config with K and tags, tokenizer.
 
 `from_base` makes a latent model from any Qwen2 or Qwen3 checkpoint (a hub id, a local folder, or "embedded"), `save`
-and `load` move it to and from disk. Nothing is ever filled in at random: a checkpoint without its projector is refused.
+and `load` move it to and from disk: LoRA adapters are merged, dtypes are kept, the projector's float32 among them. Nothing is ever filled in at random: a checkpoint without its projector is refused.
 """
 
 from __future__ import annotations
 
+import copy
+import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -65,18 +68,37 @@ def load_base(base: str | Path, domain: str = "search"):
     return model.eval(), AutoTokenizer.from_pretrained(source)
 
 
+def _base_config(source: str):
+    """The config of a folder or hub id; OSError that says what to do where neither can be reached."""
+    try:
+        return AutoConfig.from_pretrained(source)
+    except OSError as error:
+        kind = "a folder without a readable config.json" if Path(source).is_dir() else "neither a folder nor a hub id within reach"
+        raise OSError(
+            f"model.base {source!r} is {kind}: check the name; without a connection, download the model first and give "
+            f"its folder, or use the shipped model: embedded ({error})"
+        ) from error
+
+
 def from_base(
-    base: str | Path, *, num_latent: int = 4, seed: int = 0, domain: str = "search", **projector_options
+    base: str | Path,
+    *,
+    num_latent: int = 4,
+    seed: int = 0,
+    domain: str = "search",
+    dtype: torch.dtype | str = torch.float32,
+    **projector_options,
 ) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
     """A latent model on top of an ordinary one: a fresh projector, and `<|latent|>` on the first spare embedding row.
 
-    `projector_options`: the fields of `LatentOptions`. Raises ValueError for K outside 0…16, an unsupported
+    `dtype` is the trunk's ("auto": as stored); the projector is float32 whatever it is. `projector_options`: the fields
+    of `LatentOptions`. Raises ValueError for K outside 0…16, an unsupported
     architecture, or an embedding table without a spare row.
     """
     if not 0 <= num_latent <= 16:
         raise ValueError(f"num_latent is {num_latent}: expected 0 to 16")
     source = resolve(base, domain)
-    base_config = AutoConfig.from_pretrained(source)
+    base_config = _base_config(source)
     if base_config.model_type not in FAMILIES:
         raise ValueError(
             f"{source}: architecture {base_config.model_type!r} has no latent version; supported: "
@@ -104,7 +126,7 @@ def from_base(
     )
     torch.manual_seed(seed)
     with _quiet():
-        model, info = model_class.from_pretrained(source, config=config, dtype=torch.float32, output_loading_info=True)
+        model, info = model_class.from_pretrained(source, config=config, dtype=dtype, output_loading_info=True)
     stray = [key for key in info["missing_keys"] if ".projector." not in key]
     if stray:
         raise ValueError(f"{source}: weights are missing from the checkpoint: {', '.join(sorted(stray)[:5])}")
@@ -124,34 +146,50 @@ def _reset_projector(model, seed: int) -> None:
 
 
 def save(model, tokenizer, folder: str | Path) -> Path:
-    """Write one checkpoint folder, aside first, so that a half-written one is never taken for a whole one."""
+    """Write one checkpoint folder, aside first, so that a half-written one is never taken for a whole one.
+
+    A model wrapped by peft is written with its adapters merged, and stays as it is in memory. Raises ValueError for
+    adapters that stand in a model without their wrapper: their weights could not be told from the model's own.
+    """
     folder = Path(folder)
     partial = folder.with_name(folder.name + ".partial")
     _remove(partial)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    plain = _merged(model)
+    if any(".base_layer." in name or "lora_" in name for name in plain.state_dict()):
+        raise ValueError(f"{folder}: the model holds peft adapters; save the wrapped model, or call merge_and_unload() first")
     with _quiet():
-        model.save_pretrained(partial)
+        plain.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     _remove(folder)
     return partial.rename(folder)
 
 
+def _merged(model):
+    """The plain model; adapters are folded into a copy of the weights."""
+    return copy.deepcopy(model).merge_and_unload() if isinstance(model, PeftModel) else model
+
+
 def _remove(folder: Path) -> None:
-    if folder.exists():
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
+    """Delete a folder whatever it holds, a link without what it points to, and nothing if nothing is there."""
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
 
 
-def load(folder: str | Path, *, num_latent: int | None = None) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
+def load(
+    folder: str | Path, *, num_latent: int | None = None, dtype: torch.dtype | str = torch.float32
+) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
     """(model, tokenizer) of a latent checkpoint folder or of an ordinary base, ready for inference.
 
-    `num_latent`, if given, must be the checkpoint's K. Raises FileNotFoundError or ValueError, never a random projector.
+    `dtype` is the trunk's ("auto": as stored); the projector is float32 whatever it is. `num_latent`, if given, must be the checkpoint's K. Raises FileNotFoundError or ValueError, never a random projector.
     """
     folder = Path(folder)
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder}: no checkpoint here (no config.json); run the stage that writes it first")
     with _quiet():
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     missing = sorted(info["missing_keys"])
     if missing:
         what = "the projector" if all("projector" in key for key in missing) else f"weights ({missing[0]}, …)"

@@ -5,23 +5,32 @@ state just before it:
 
     z₁ = f(h₀), z_{k+1} = f(h_k),  h₀ at the last piece of `<latent>`
 
-`latent_states` runs a batch segment by segment with a KV cache: the text up to each row's next block, then K latent
-steps for all rows at once. Every token passes through the trunk once, and the hidden states of the segments are the
-result, so z in training is the z of decoding. Model calls: at most (blocks + 1) + blocks·K, whatever the batch size.
+`latent_states` runs a batch call by call (`alar.model.packing`): the text of all rows up to their next block, then K
+latent steps for all rows at once, each call attending to what earlier calls stored (`alar.model.packed_attention`). Every
+real token passes through the trunk once and padding never does; the hidden states of the calls are the result, so z in
+training is the z of decoding. Gradient checkpointing changes none of that.
 
-A third model family is added by naming its config, its base model and its causal-LM class at the end of this file.
+A third model family is one line, `family(its config, its causal LM)`, as at the end of this file: any decoder of
+transformers serves whose base model is `.model`, whose attention goes through `AttentionInterface` and whose layers all
+have full attention. List it in `alar.model.checkpoints.FAMILIES` for `from_base`.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from alar.model.attention import attention_of
+from alar.model.packed_attention import PACKED, PackedCall, PackedPass, attention_kind
+from alar.model.packing import Packing, pack, pack_text, sequence_ids
 from alar.model.projector import PROJECTORS
 
 LATENT_GRADIENTS = ("published", "full", "projector_only")
@@ -36,70 +45,17 @@ class LatentStates:
     latents: Tensor
 
 
-class SegmentCache:
-    """KV cache that grows by concatenation and knows each key's position and validity.
-
-    A query attends to the valid keys at its own position or before; padding keys are never valid. That one rule serves
-    left and right padding and rows with different numbers of blocks.
-    """
-
-    def __init__(self, layers: int):
-        self.keys: list[Tensor | None] = [None] * layers  # each (B, kv heads, T, D)
-        self.values: list[Tensor | None] = [None] * layers
-        self.positions: Tensor | None = None  # (B, T)
-        self.valid: Tensor | None = None  # (B, T)
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        if self.keys[layer_idx] is not None:
-            key_states = torch.cat([self.keys[layer_idx], key_states], dim=2)
-            value_states = torch.cat([self.values[layer_idx], value_states], dim=2)
-        self.keys[layer_idx], self.values[layer_idx] = key_states, value_states
-        return key_states, value_states
-
-    def extend(self, positions: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"]) -> Bool[Tensor, "B 1 L T"]:
-        """Announce the next chunk; returns its attention mask over all keys so far and its own."""
-        if self.positions is not None:
-            positions_all = torch.cat([self.positions, positions], dim=1)
-            valid_all = torch.cat([self.valid, valid], dim=1)
-        else:
-            positions_all, valid_all = positions, valid
-        self.positions, self.valid = positions_all, valid_all
-        mask = valid_all[:, None, :] & (positions_all[:, None, :] <= positions[:, :, None])
-        # A padding query sees its own chunk's column only, so that its softmax is finite.
-        own = torch.arange(positions_all.shape[1], device=positions.device)[None, None, :]
-        first = positions_all.shape[1] - positions.shape[1]
-        own = own == first + torch.arange(positions.shape[1], device=positions.device)[None, :, None]
-        return (mask | (own & ~valid[:, :, None]))[:, None]
-
-    def get_seq_length(self, *args) -> int:
-        return 0 if self.positions is None else self.positions.shape[1]
-
-
-def check_blocks(input_ids: Tensor, latent: Tensor, num_latent: int) -> Tensor:
-    """Start flags (B, T) of the latent blocks; every run of latent ids must be exactly K long and follow some text."""
-    previous = torch.zeros_like(latent)
-    previous[:, 1:] = latent[:, :-1]
-    starts = latent & ~previous
-    lengths = latent.sum(1)
-    run = latent
-    for _ in range(num_latent - 1):  # erode every run by K − 1 from its end: what is left of a K-run is its start
-        shifted = torch.zeros_like(run)
-        shifted[:, :-1] = run[:, 1:]
-        run = run & shifted
-    if num_latent == 0 or not torch.equal(run, starts) or not torch.equal(lengths, starts.sum(1) * num_latent):
-        raise ValueError(
-            f"latent blocks in the data do not have K = {num_latent} positions each: the model's config.num_latent "
-            "and the K that the trajectories were made with differ, or a block was cut"
-        )
-    if bool(latent[:, 0].any()):
-        raise ValueError("a sequence starts with a latent position: z needs the hidden state of the token before it")
-    return starts
-
-
 class LatentCausalLM:
     """Mixin over a transformers causal LM: adds `model.projector`, `latent_states` and a latent-aware `forward`."""
 
+    _keep_in_fp32_modules_strict = ["projector"]
+
     def __init__(self, config):
+        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+            raise ValueError(
+                f"{config.model_type}: sliding-window layers are not supported, a block's z must see all of its past; "
+                "set use_sliding_window: false in the base model's config.json if the contexts fit the window"
+            )
         super().__init__(config)
         self.model.projector = PROJECTORS[config.projector_kind](config)
         self.post_init()
@@ -109,100 +65,82 @@ class LatentCausalLM:
         input_ids: Int[Tensor, "B T"],
         attention_mask: Int[Tensor, "B T"] | None = None,
         *,
+        segment_ids: Int[Tensor, "B T"] | None = None,
         latent_gradient: str = "published",
         latents: Float[Tensor, "N H"] | None = None,
     ) -> LatentStates:
         """Hidden states of a batch whose latent positions hold the reserved id.
 
-        `attention_mask` marks real tokens, padding on either side. `latent_gradient`: "published" keeps h₀ attached and
-        detaches later h; "full" attaches all; "projector_only" detaches all. With `latents` given (row-major), nothing
-        is recomputed: they are fed as they are in one ordinary forward. Raises ValueError for blocks that are not K long.
+        `attention_mask` marks real tokens, padding on either side; `segment_ids` tells sequences that share a row apart
+        (0 = padding), each of which starts at position 0 and sees itself only. `latent_gradient`: "published" keeps h₀
+        attached and detaches later h; "full" attaches all; "projector_only" detaches all. With `latents` given
+        (row-major), nothing is recomputed: they are fed as they are in one ordinary forward. Hidden states at padding
+        are zero. Raises ValueError for blocks that are not K long.
         """
         if latent_gradient not in LATENT_GRADIENTS:
             raise ValueError(f"latent_gradient {latent_gradient!r}: expected one of {', '.join(LATENT_GRADIENTS)}")
-        valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-        latent = (input_ids == self.config.latent_token_id) & valid  # (B, T)
-        positions = (valid.cumsum(1) - 1).clamp(min=0)
-        embeddings = self.get_input_embeddings()(input_ids)  # (B, T, H)
+        sequences = sequence_ids(input_ids, attention_mask, segment_ids)
+        config = self.config
+        if latents is None:
+            packing = pack(input_ids, sequences, config.latent_token_id, config.num_latent)
+        else:
+            packing = pack_text(sequences)
+        where = packing.where.to(input_ids.device)
+        embeddings = self.get_input_embeddings()(input_ids.flatten()[where])  # (N, H), in the order of the calls
         if latents is not None:
-            return self._with_given_latents(embeddings, latent, valid, positions, latents)
-        if not bool(latent.any()):
-            hidden = self._trunk(embeddings, positions, valid)
-            return LatentStates(hidden, embeddings.new_zeros(0, embeddings.shape[-1]))
-        starts = check_blocks(input_ids, latent, self.config.num_latent)
-        return self._by_segments(embeddings, starts, valid, positions, latent_gradient)
+            embeddings = _placed(embeddings, input_ids.flatten()[where] == config.latent_token_id, where, latents)
+        hidden, fed = self._run(packing, embeddings, latent_gradient)
+        table = hidden.new_zeros(input_ids.numel(), hidden.shape[1]).index_copy(0, where, hidden)
+        if latents is None:
+            latents = fed[packing.latent_places().argsort().to(fed.device)]
+        return LatentStates(table.view(*input_ids.shape, -1), latents)
 
-    def _trunk(self, embeddings: Tensor, positions: Tensor, valid: Tensor) -> Tensor:
-        if bool(valid[:, 0].all()):  # padding on the right only: causal attention never sees it
-            return self.model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
-        return self.model(
-            inputs_embeds=embeddings, attention_mask=valid.long(), position_ids=positions, use_cache=False
-        ).last_hidden_state
+    def _run(self, packing: Packing, embeddings: Tensor, latent_gradient: str) -> tuple[Tensor, Tensor]:
+        """Hidden states (N, H) of all tokens and z of the latent ones, both in the order of the calls."""
+        kind = attention_kind(self.config, embeddings)
+        shared = PackedPass(packing, kind, checkpointed=self.training and self.is_gradient_checkpointing)
+        pieces, fed = [embeddings[:0]], [embeddings[:0]]
+        try:
+            with attention_of(self.config, PACKED):
+                for call, inputs in zip(packing.calls, embeddings.split([call.tokens for call in packing.calls])):
+                    if call.step is not None:
+                        attached = latent_gradient == "full" or (latent_gradient == "published" and call.step == 0)
+                        state = pieces[-1][call.before.to(inputs.device)]  # (n, H)
+                        inputs = self.model.projector(state if attached else state.detach(), call.step)
+                        fed.append(inputs)
+                    pieces.append(
+                        self.model(
+                            inputs_embeds=inputs[None],
+                            position_ids=call.positions()[None].to(inputs.device),
+                            use_cache=False,
+                            packed=PackedCall(shared, call, inputs.device),
+                        ).last_hidden_state[0]
+                    )
+        finally:
+            shared.links.clear()  # they would tie the graph to itself
+        return torch.cat(pieces), torch.cat(fed)
 
-    def _with_given_latents(self, embeddings, latent, valid, positions, latents) -> LatentStates:
-        if latents.shape[0] != int(latent.sum()):
-            raise ValueError(f"{latents.shape[0]} latent vectors were given for {int(latent.sum())} latent positions")
-        rows, columns = latent.nonzero(as_tuple=True)
-        embeddings = embeddings.index_put((rows, columns), latents.to(embeddings.dtype))
-        return LatentStates(self._trunk(embeddings, positions, valid), latents)
+    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint):
+        """Non-reentrant checkpointing whose recomputation runs with the attention of its forward."""
+        if enable:
+            options = getattr(gradient_checkpointing_func, "keywords", {})
+            if options.get("use_reentrant", True):
+                raise ValueError(
+                    "reentrant gradient checkpointing loses the gradients between the segments of a sequence: use "
+                    "gradient_checkpointing_enable({'use_reentrant': False}), which is also the default"
+                )
+            gradient_checkpointing_func = partial(self._checkpointed, gradient_checkpointing_func)
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
 
-    def _by_segments(self, embeddings, starts, valid, positions, latent_gradient) -> LatentStates:
-        batch, length, width = embeddings.shape
-        num_latent = self.config.num_latent
-        blocks = [row.nonzero()[:, 0].tolist() for row in starts.cpu()]
-        bounds = [(int(row.nonzero()[0, 0]), int(row.nonzero()[-1, 0]) + 1) for row in valid.cpu()]
-        cursor = [first for first, _ in bounds]
-        cache = SegmentCache(self.config.num_hidden_layers)
-        pieces: list[tuple[Tensor, Tensor, Tensor]] = []  # (rows, columns, hidden states) of every chunk
-        fed: list[tuple[Tensor, Tensor, Tensor]] = []  # (rows, columns, z)
-        for turn in range(max(map(len, blocks)) + 1):
-            ends = [row[turn] if turn < len(row) else end for row, (_, end) in zip(blocks, bounds)]
-            chunk = max(end - start for start, end in zip(cursor, ends))
-            if chunk == 0:  # every sequence ends with its last block
-                break
-            columns = torch.tensor(cursor, device=embeddings.device)[:, None] + torch.arange(
-                chunk, device=embeddings.device
-            )
-            real = columns < torch.tensor(ends, device=embeddings.device)[:, None]  # (B, chunk)
-            columns = columns.clamp(max=length - 1)
-            hidden = self._step(
-                cache, embeddings.gather(1, columns[..., None].expand(-1, -1, width)), positions.gather(1, columns), real
-            )
-            rows, offsets = real.nonzero(as_tuple=True)
-            pieces.append((rows, columns[rows, offsets], hidden[rows, offsets]))
-            opening = torch.tensor([turn < len(row) for row in blocks], device=embeddings.device)  # (B,)
-            if bool(opening.any()):
-                last = real.sum(1).sub(1).clamp(min=0)  # where h₀ stands in this chunk
-                state = hidden[torch.arange(batch, device=embeddings.device), last]  # (B, H)
-                begin = torch.tensor(ends, device=embeddings.device).clamp(max=length - 1)
-                (rows,) = opening.nonzero(as_tuple=True)
-                for step in range(num_latent):
-                    attached = latent_gradient == "full" or (latent_gradient == "published" and step == 0)
-                    z = self.model.projector(state if attached else state.detach(), step)  # (B, H)
-                    column = (begin + step).clamp(max=length - 1)
-                    state = self._step(
-                        cache, z[:, None], positions.gather(1, column[:, None]), opening[:, None]
-                    )[:, 0]
-                    pieces.append((rows, column[rows], state[rows]))
-                    fed.append((rows, column[rows], z[rows]))
-            cursor = [end + (num_latent if turn < len(row) else 0) for end, row in zip(ends, blocks)]
-        rows, columns, values = (torch.cat(part) for part in zip(*pieces))
-        hidden = values.new_zeros(batch, length, width).index_put((rows, columns), values)
-        rows, columns, values = (torch.cat(part) for part in zip(*fed))
-        return LatentStates(hidden, values[torch.argsort(rows * length + columns)])
-
-    def _step(self, cache: SegmentCache, inputs: Tensor, positions: Tensor, valid: Tensor) -> Tensor:
-        """One trunk call over (B, L, H) inputs; returns hidden states (B, L, H)."""
-        mask = cache.extend(positions, valid)
-        if self.config._attn_implementation == "eager":
-            mask = torch.where(mask, 0.0, torch.finfo(inputs.dtype).min).to(inputs.dtype)
-        return self.model(
-            inputs_embeds=inputs,
-            attention_mask={"full_attention": mask},
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
+    def _checkpointed(self, checkpoint_function, layer_call, *inputs):
+        """One layer's call. Latent steps, K tokens per block, keep their activations: that costs less than a second run."""
+        packed = layer_call.keywords.get("packed")
+        if packed is not None and not packed.checkpointed:
+            return layer_call(*inputs)
+        implementation = self.config._attn_implementation
+        return checkpoint_function(
+            layer_call, *inputs, context_fn=lambda: (nullcontext(), attention_of(self.config, implementation))
+        )
 
     def forward(
         self,
@@ -211,13 +149,14 @@ class LatentCausalLM:
         labels=None,
         inputs_embeds=None,
         past_key_values=None,
+        segment_ids=None,
         latents=None,
         latent_gradient="published",
         **kwargs,
     ):
         """With `labels` the loss only, averaged over the labelled tokens (`num_items_in_batch` of them, if given);
         without, logits (B, T, V). Plain text without labels goes through the base class."""
-        plain = labels is None and not (input_ids is not None and bool((input_ids == self.config.latent_token_id).any()))
+        plain = labels is None and segment_ids is None and not self._has_latents(input_ids)
         if plain or inputs_embeds is not None or past_key_values is not None:
             return super().forward(
                 input_ids=input_ids,
@@ -228,18 +167,31 @@ class LatentCausalLM:
                 **kwargs,
             )
         hidden = self.latent_states(
-            input_ids, attention_mask, latents=latents, latent_gradient=latent_gradient
+            input_ids, attention_mask, segment_ids=segment_ids, latents=latents, latent_gradient=latent_gradient
         ).hidden
         if labels is None:
             return CausalLMOutputWithPast(logits=self.lm_head(hidden))
         targets = labels[:, 1:]
         scored = targets != -100
+        if segment_ids is not None:  # the first token of a sequence does not follow from the sequence before it
+            scored = scored & (segment_ids[:, 1:] == segment_ids[:, :-1])
         if not bool(scored.any()):
             raise ValueError("no token of this batch carries loss: the mean over none would be NaN")
         loss = torch.nn.functional.cross_entropy(
             self.lm_head(hidden[:, :-1][scored]).float(), targets[scored], reduction="sum"
         )
         return CausalLMOutputWithPast(loss=loss / kwargs.get("num_items_in_batch", scored.sum()))
+
+    def _has_latents(self, input_ids: Tensor | None) -> bool:
+        return input_ids is not None and bool((input_ids == self.config.latent_token_id).any())
+
+
+def _placed(embeddings: Tensor, latent: Tensor, where: Tensor, latents: Tensor) -> Tensor:
+    """`embeddings` (N, H) with the given z, which are in reading order, at the `latent` (N,) ones."""
+    places = latent.nonzero()[:, 0]
+    if len(places) != len(latents):
+        raise ValueError(f"{len(latents)} latent vectors were given for {len(places)} latent positions")
+    return embeddings.index_copy(0, places[where[places].argsort()], latents.to(embeddings.dtype))
 
 
 @dataclass(kw_only=True)

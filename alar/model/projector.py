@@ -3,8 +3,8 @@
     z₁ = f(h₀),  z_{k+1} = f(h_k)          (arXiv 2606.02871; FACTS of the released code)
     f  = Dropout → Linear(d→p) → GELU → Linear(p→d) → LayerNorm
 
-Deliberate: the master weights are float32 whatever the trunk's dtype. In bf16 a LayerNorm gain of 1 cannot move at a
-learning rate of 1e-4.
+Deliberate: the master weights are float32 whatever the trunk's dtype, also after `model.to(torch.bfloat16)`. In bf16 a
+LayerNorm gain of 1 cannot move at a learning rate of 1e-4.
 """
 
 from __future__ import annotations
@@ -14,7 +14,21 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 
-class LatentProjector(nn.Module):
+class _Float32(nn.Module):
+    """A module whose floating-point tensors are never narrowed below float32."""
+
+    def _apply(self, fn, recurse=True):
+        def kept(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            narrowed = tensor.is_floating_point() and moved.dtype.itemsize < 4
+            return tensor.to(moved.device, torch.float32) if narrowed else moved
+
+        for child in self.children():
+            child._apply(kept)
+        return super()._apply(kept, recurse=False)
+
+
+class LatentProjector(_Float32):
     """Options come from the model config: `projector_size` (0 = hidden size), `projector_dropout`,
     `projector_layer_norm`, `projector_residual`, `projector_scale` ("one" | "embedding_rms")."""
 
@@ -36,7 +50,7 @@ class LatentProjector(nn.Module):
         return (y * self.scale).to(hidden.dtype)
 
 
-class ConstantThoughts(nn.Module):
+class ConstantThoughts(_Float32):
     """K learned vectors that ignore the hidden state: the pause-token control."""
 
     def __init__(self, config):
