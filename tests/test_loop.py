@@ -8,7 +8,7 @@ import torch
 
 from alar import protocol
 from alar.records import Origin, Trajectory, read_trajectories, write_trajectories
-from alar.rollout.engine import Sampling, TurnOutput
+from alar.rollout.engine import Engine, Sampling, TurnOutput
 from alar.rollout.hf import HFEngine, policy_logits
 from alar.rollout.loop import run
 from alar.rollout.modes import block_start, latent_probabilities
@@ -18,19 +18,24 @@ from alar.search.questions import solved_questions, validation_questions
 SAMPLING = Sampling(max_new_tokens=24)
 
 
-class Scripted:
-    """An engine that writes given turns: what the loop does with them is what is tested."""
+class Scripted(Engine):
+    """An engine that writes given turns, one a step: what the loop does with them is what is tested."""
 
     def __init__(self, codec, turns):
-        self.codec, self.turns, self.requests, self.released = codec, turns, [], []
+        self.codec, self.turns, self.waiting, self.most, self.released = codec, turns, [], 0, []
 
-    def generate(self, requests, sampling):
-        self.requests.append(requests)
-        outputs = []
-        for request in requests:
-            ids = self.codec.untrusted(self.turns[request.session].pop(0))
-            outputs.append(TurnOutput(ids, [int(Origin.SAMPLED)] * len(ids), [-0.5] * len(ids), [], "stop"))
-        return outputs
+    @property
+    def busy(self):
+        return bool(self.waiting)
+
+    def submit(self, requests, sampling):
+        self.waiting += requests
+        self.most = max(self.most, len(self.waiting))
+
+    def step(self):
+        request = self.waiting.pop(0)
+        ids = self.codec.untrusted(self.turns[request.session].pop(0))
+        return [(request, TurnOutput(ids, [int(Origin.SAMPLED)] * len(ids), [-0.5] * len(ids), [], "stop"))]
 
     def release(self, sessions):
         self.released += list(sessions)

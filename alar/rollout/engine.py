@@ -1,5 +1,8 @@
 """What an engine is: it writes one turn for each request, and knows nothing of domains.
 
+Requests are submitted at any time, and every step reports those that have ended: a finished trajectory's next turn, or a
+new question, enters while the others go on writing.
+
 `TurnWriter` is the latent state machine, one per request, shared by all engines: it watches the bytes that the policy
 has written in this turn and says what comes next.
 
@@ -8,9 +11,10 @@ has written in this turn and says what comes next.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol, Sequence
+from typing import Sequence
 
 import numpy as np
 
@@ -52,7 +56,10 @@ class TurnRequest:
 
 @dataclass
 class TurnOutput:
-    """What the policy wrote: ids, origins, behaviour log-probs (NaN unless SAMPLED), z of the latent positions."""
+    """What the policy wrote: ids, origins, behaviour log-probs (NaN unless SAMPLED), z of the latent positions.
+
+    The log-probs are those of the distribution at the sampling temperature, before `top_p` cuts it.
+    """
 
     ids: list[int] = field(default_factory=list)
     origins: list[int] = field(default_factory=list)
@@ -61,14 +68,37 @@ class TurnOutput:
     finish: str = ""  # "stop" | "eos" | "length"
 
 
-class Engine(Protocol):
+class Engine(ABC):
+    """`codec` turns text into the ids of this engine's model and back."""
+
     codec: Codec
 
-    def generate(self, requests: Sequence[TurnRequest], sampling: Sampling) -> list[TurnOutput]:
-        """One turn for each request, in order."""
+    @abstractmethod
+    def submit(self, requests: Sequence[TurnRequest], sampling: Sampling) -> None:
+        """Take requests in. ValueError, before anything is taken, for one that cannot be served."""
 
+    @abstractmethod
+    def step(self) -> list[tuple[TurnRequest, TurnOutput]]:
+        """Do some work; returns the turns that ended in it, often none."""
+
+    @property
+    @abstractmethod
+    def busy(self) -> bool:
+        """Whether a submitted turn has not ended yet."""
+
+    @abstractmethod
     def release(self, sessions: Sequence[int]) -> None:
-        """Forget what is kept for these trajectories."""
+        """Forget what is kept for these trajectories, turns in the making included."""
+
+    def generate(self, requests: Sequence[TurnRequest], sampling: Sampling) -> list[TurnOutput]:
+        """One turn for each request, in order. Only for an engine that is not busy."""
+        if self.busy:
+            raise ValueError("the engine still writes submitted turns: call `step` until it is not busy, or `release` them")
+        self.submit(requests, sampling)
+        outputs: dict[int, TurnOutput] = {}
+        while self.busy:
+            outputs.update((request.session, output) for request, output in self.step())
+        return [outputs[request.session] for request in requests]
 
 
 class TurnWriter:
@@ -86,6 +116,7 @@ class TurnWriter:
         self.tail = b""
         self.in_think = False
         self.thoughts = 0  # latent steps done in the open block
+        self.pieces, self.eos = codec.piece_bytes, codec.tokenizer.eos_token_id
         tail = codec.text(list(request.ids)[-8:]).encode() if not request.forced else b""
         if self.allow_latent and tail.endswith(self._TAGS[0]):
             self._open_block()
@@ -109,12 +140,11 @@ class TurnWriter:
             out.latents.append(latent)
             self.thoughts += 1
             return
-        table = self.codec.piece_bytes
-        piece = table[token_id] if token_id < len(table) else b""
+        piece = self.pieces[token_id] if token_id < len(self.pieces) else b""
         self.tail = (self.tail + piece)[-self._WINDOW - len(piece) :]
         if b">" in piece:
             self._see_tags(len(piece))
-        if origin is Origin.SAMPLED and token_id == self.codec.tokenizer.eos_token_id:
+        if origin is Origin.SAMPLED and token_id == self.eos:
             out.finish = "eos"
         elif not out.finish and len(out.ids) >= self.sampling.max_new_tokens and not self.queue:
             out.finish = "length"

@@ -1,23 +1,28 @@
-"""The in-process engine: batched decoding with the latent state machine on a transformers model.
+"""The in-process engine: continuous batching with the latent state machine on a transformers model.
 
-Each trajectory has a slot in a preallocated KV cache, where key j is the token at position j, so rows of different
-lengths share a batch without padding columns and the cache survives from turn to turn. Rows that are still writing
-occupy the first slots: finished rows are swapped out of the batch, and the attention reads a slice, never a copy.
+One step is one forward pass over everything that is known and not yet fed: the last token of every row that is writing,
+the contexts of rows that have just entered, and forced tokens (`</latent>` after z_K goes in with z_K). Rows enter and leave
+at any step. A context's keys are taken from wherever they already are, in its own slot from earlier turns or in another's
+slot with the same beginning: prompts of one question are computed once, and so is the instruction that all prompts share.
+z belongs to the identity of a beginning: equal ids with other latents share nothing from the first such z on.
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, field
 from typing import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from alar.model.attention import grouped_attention
 from alar.records import Origin
+from alar.rollout.cache import Packing, Slot, SlotCache, packed_attention
 from alar.rollout.codec import Codec
-from alar.rollout.engine import Sampling, TurnOutput, TurnRequest, TurnWriter
+from alar.rollout.engine import Engine, Sampling, TurnOutput, TurnRequest, TurnWriter
+
+MIN_SHARED = 16  # tokens that make it worth waiting one step for another row's keys
 
 
 def policy_logits(model, hidden: Tensor) -> Tensor:
@@ -30,243 +35,253 @@ def policy_logits(model, hidden: Tensor) -> Tensor:
     return logits if reserved is None else logits[..., :reserved]
 
 
-class SlotCache:
-    """Keys and values by slot and position. `rows` slots are in use by the current call; column C is a scratch column
-    that padding writes to and nobody reads."""
+@dataclass(eq=False)
+class Row:
+    """One turn being written. `feed` holds ids that are known and not yet in the cache, `thoughts` the z of those that are
+    latent positions, in order."""
 
-    def __init__(self, config, slots: int, capacity: int, dtype: torch.dtype, device: torch.device):
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (config.num_hidden_layers, 2, slots, config.num_key_value_heads, capacity + 1, head)
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
-        self.rows = 0
-        self.columns: Tensor | None = None  # (rows, L): where the current chunk is written
-        self.length = 0  # keys visible to the current call
+    request: TurnRequest
+    sampling: Sampling
+    writer: TurnWriter
+    slot: Slot
+    feed: list[int]
+    thoughts: list[np.ndarray]
+    draws: random.Random = field(init=False)
+
+    def __post_init__(self):
+        self.draws = random.Random(self.request.seed)
+        self.take_forced()
+
+    def take_forced(self) -> None:
+        """Write what must come next, as far as it is known without the model; z is not."""
+        writer = self.writer
+        while writer.queue and not writer.done and (following := writer.forced())[1] is not Origin.LATENT:
+            writer.push(following[0], float("nan"))
+            self.feed.append(following[0])
 
     @property
-    def slots(self) -> int:
-        return self.data.shape[2]
+    def thinking(self) -> bool:
+        """Whether the next position is a latent one."""
+        queue = self.writer.queue
+        return bool(queue) and queue[0][1] is Origin.LATENT
 
-    @property
-    def capacity(self) -> int:
-        return self.data.shape[4] - 1
-
-    def resized(self, slots: int, capacity: int) -> SlotCache:
-        layers, _, old_slots, heads, columns, head = self.data.shape
-        bigger = self.data.new_zeros((layers, 2, max(slots, old_slots), heads, max(capacity + 1, columns), head))
-        bigger[:, :, :old_slots, :, :columns] = self.data
-        self.data = bigger
-        return self
-
-    def swap(self, one: int, other: int) -> None:
-        self.data[:, :, [one, other]] = self.data[:, :, [other, one]]
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        keys, values = self.data[layer_idx, 0, : self.rows], self.data[layer_idx, 1, : self.rows]
-        rows = torch.arange(self.rows, device=keys.device)[:, None]
-        keys[rows, :, self.columns] = key_states.transpose(1, 2)  # (rows, L, kv heads, D)
-        values[rows, :, self.columns] = value_states.transpose(1, 2)
-        return keys[:, :, : self.length], values[:, :, : self.length]
-
-    def get_seq_length(self, *args) -> int:
-        return self.length
+    def write(self, token: int, logprob: float, z: np.ndarray | None = None) -> None:
+        self.writer.push(token, logprob, z)
+        self.feed.append(token)
+        if z is not None:
+            self.thoughts.append(z)
+        if self.writer.queue:
+            self.take_forced()
 
 
-class HFEngine:
-    """`Engine` on a transformers Qwen2 or Qwen3, latent or not, in the dtype and on the device of the model."""
+class HFEngine(Engine):
+    """`Engine` on a transformers Qwen2 or Qwen3, latent or not, in the dtype and on the device of the model.
 
-    def __init__(self, model, tokenizer, *, prefill_tokens: int = 16384):
+    A step feeds at most `step_tokens` tokens, or one per row if that is more.
+    """
+
+    def __init__(self, model, tokenizer, *, step_tokens: int = 4096):
+        if set(getattr(model.config, "layer_types", ())) - {"full_attention"}:
+            raise ValueError("the in-process engine has full attention only: set use_sliding_window to false in config.json")
         self.model = model.eval()
         self.codec = Codec.of(model, tokenizer)
-        self.prefill_tokens = prefill_tokens
+        self.step_tokens = step_tokens
         self.device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
-        self.cache = SlotCache(model.config, 0, 0, self.dtype, self.device)
-        self.slot_of: dict[int, int] = {}  # session → slot
-        self.held: list[list[int]] = []  # ids whose keys are in each slot
+        self.group = model.config.num_attention_heads // model.config.num_key_value_heads
+        self.cache = SlotCache(model.config, self.dtype, self.device)
+        self.slot_of: dict[int, Slot] = {}  # session → slot
+        self.waiting: list[tuple[TurnRequest, Sampling]] = []
+        self.rows: dict[int, Row] = {}  # session → turn being written
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.rows)
 
     def release(self, sessions: Sequence[int]) -> None:
-        for session in sessions:
-            slot = self.slot_of.pop(session, None)
-            if slot is not None:
-                self.held[slot] = []
+        forgotten = set(sessions)
+        self.waiting = [entry for entry in self.waiting if entry[0].session not in forgotten]
+        for session in forgotten:
+            self.rows.pop(session, None)
+            if session in self.slot_of:
+                self.slot_of.pop(session).owned = False
 
     def reset(self) -> None:
         """Forget everything: call after the model's weights have changed."""
+        self.waiting.clear()
+        self.rows.clear()
         self.slot_of.clear()
-        self.held = [[] for _ in self.held]
+        self.cache.clear()
+
+    def submit(self, requests: Sequence[TurnRequest], sampling: Sampling) -> None:
+        limit, reserved = self.model.config.max_position_embeddings, self.codec.latent_token_id
+        taken = {request.session for request, _ in self.waiting} | set(self.rows)
+        for request in requests:
+            if request.session in taken:
+                raise ValueError(f"session {request.session} is named by two requests that are written at the same time")
+            taken.add(request.session)
+            longest = len(request.ids) + sampling.max_new_tokens + 32
+            if longest > limit:
+                raise ValueError(
+                    f"a context of {longest} tokens (prompt and new ones) exceeds the model's {limit} positions: lower "
+                    "rollout.max_turns or rollout.max_new_tokens"
+                )
+            if reserved is not None and request.ids.count(reserved) != len(request.latents):
+                raise ValueError(
+                    f"session {request.session}: the context has {request.ids.count(reserved)} latent positions and "
+                    f"{len(request.latents)} latent vectors; a context must carry the z of every latent position"
+                )
+        self.waiting += [(request, sampling) for request in requests]
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[TurnRequest], sampling: Sampling) -> list[TurnOutput]:
-        if not requests:
+    def step(self) -> list[tuple[TurnRequest, TurnOutput]]:
+        """One forward pass; returns the turns that ended in it."""
+        self._admit()
+        if not self.rows:
             return []
-        longest = max(len(request.ids) for request in requests) + sampling.max_new_tokens + 32
-        limit = self.model.config.max_position_embeddings
-        if longest > limit:
-            raise ValueError(
-                f"a context of {longest} tokens (prompt and new ones) exceeds the model's {limit} positions: lower "
-                "rollout.max_turns or rollout.max_new_tokens"
-            )
-        with grouped_attention(self.model):
-            self._seat(requests, longest)
-            writers = [TurnWriter(self.codec, request, sampling) for request in requests]
-            rngs = [random.Random(request.seed) for request in requests]
-            hidden = self._prefill(requests)  # (n, H)
-            self._decode(writers, rngs, hidden, sampling)
-        return [writer.output for writer in writers]
+        ready, hidden = self._forward()
+        if not ready:
+            return []
+        self._advance(ready, hidden)
+        ended = [row for row in ready if row.writer.done]
+        for row in ended:
+            del self.rows[row.request.session]
+        return [(row.request, row.writer.output) for row in ended]
 
-    def _seat(self, requests: Sequence[TurnRequest], longest: int) -> None:
-        """Give every request the slot of its own index; keep what its slot already holds if the ids agree."""
-        if len({request.session for request in requests}) != len(requests):
-            raise ValueError("two requests of one batch name the same session")
-        newcomers = sum(request.session not in self.slot_of for request in requests)
-        needed = len(self.slot_of) + newcomers
-        if needed > self.cache.slots or longest > self.cache.capacity:
-            self.cache.resized(needed, 128 * -(-longest // 128))
-            self.held += [[] for _ in range(self.cache.slots - len(self.held))]
-        free = [slot for slot in range(self.cache.slots) if slot not in set(self.slot_of.values())]
-        for request in requests:
-            if request.session not in self.slot_of:
-                self.slot_of[request.session] = free.pop()
-        session_at = {slot: session for session, slot in self.slot_of.items()}
-        for index, request in enumerate(requests):
-            slot = self.slot_of[request.session]
-            if slot != index:
-                self._swap(slot, index, session_at)
-            if self.held[index] != list(request.ids[: len(self.held[index])]) or len(self.held[index]) >= len(request.ids):
-                self.held[index] = []
-
-    def _swap(self, one: int, other: int, session_at: dict[int, int]) -> None:
-        self.cache.swap(one, other)
-        self.held[one], self.held[other] = self.held[other], self.held[one]
-        first, second = session_at.pop(one, None), session_at.pop(other, None)
-        for session, slot in ((first, other), (second, one)):
-            if session is not None:
-                session_at[slot], self.slot_of[session] = session, slot
-
-    def _trunk(self, embeddings: Tensor, starts: list[int], counts: list[int]) -> Tensor:
-        """Feed (n, L, H) inputs, `counts[i]` of them real, to the first n slots from position `starts[i]` on."""
-        rows, length, _ = embeddings.shape
-        start = torch.tensor(starts, device=self.device)[:, None]
-        offset = torch.arange(length, device=self.device)[None]
-        real = offset < torch.tensor(counts, device=self.device)[:, None]
-        positions = start + offset  # (n, L)
-        self.cache.rows, self.cache.length = rows, max(s + c for s, c in zip(starts, counts))
-        self.cache.columns = positions.masked_fill(~real, self.cache.capacity)
-        keys = torch.arange(self.cache.length, device=self.device)
-        mask = keys[None, None] <= positions[:, :, None]  # (n, L, T)
-        return self.model.model(
-            inputs_embeds=embeddings,
-            attention_mask={"full_attention": mask[:, None]},
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-        ).last_hidden_state
-
-    def _prefill(self, requests: Sequence[TurnRequest]) -> Tensor:
-        """Feed what each slot does not hold yet; hidden state (n, H) at the last token of every context."""
-        total = len(requests)
-        last = torch.zeros(total, self.model.config.hidden_size, dtype=self.dtype, device=self.device)
-        pending = [list(request.ids[len(held) :]) for request, held in zip(requests, self.held)]
-        width = max(1, self.prefill_tokens // total)
-        while any(pending):
-            chunk = min(width, max(map(len, pending)))
-            counts = [min(chunk, len(ids)) for ids in pending]
-            table = [ids[:chunk] + [0] * (chunk - count) for ids, count in zip(pending, counts)]
-            embeddings = self.model.get_input_embeddings()(torch.tensor(table, device=self.device))
-            for index, (request, count) in enumerate(zip(requests, counts)):
-                self._place_latents(embeddings, index, request, count)
-            starts = [len(held) for held in self.held[:total]]
-            hidden = self._trunk(embeddings, starts, counts)
-            for index, count in enumerate(counts):
-                if count:
-                    self.held[index] = self.held[index] + pending[index][:count]
-                    pending[index] = pending[index][count:]
-                    last[index] = hidden[index, count - 1]
-        return last
-
-    def _place_latents(self, embeddings: Tensor, index: int, request: TurnRequest, count: int) -> None:
-        """Put z where the chunk of row `index` has latent positions: a bullet's own embedding is never fed."""
-        reserved = self.codec.latent_token_id
-        start = len(self.held[index])
-        span = request.ids[start : start + count]
-        if reserved is None or reserved not in span:
-            return
-        before = sum(token == reserved for token in request.ids[:start])
-        columns = [column for column, token in enumerate(span) if token == reserved]
-        if before + len(columns) > len(request.latents):
-            raise ValueError(
-                f"session {request.session}: the context has more latent positions than the {len(request.latents)} "
-                "latent vectors given with it; a context must carry the z of every latent position"
-            )
-        z = np.asarray(request.latents[before : before + len(columns)])
-        embeddings[index, columns] = torch.as_tensor(z, dtype=self.dtype, device=self.device)
-
-    def _decode(self, writers: list[TurnWriter], rngs: list[random.Random], hidden: Tensor, sampling: Sampling) -> None:
-        """Write until every row is done. Slot i < active always belongs to `order[i]`."""
-        order = list(range(len(writers)))  # slot → request
-        active = len(order)
-        embed = self.model.get_input_embeddings()
-        while active:
-            rows = [writers[order[slot]] for slot in range(active)]
-            tokens, logprobs = self._choose(rows, [rngs[order[slot]] for slot in range(active)], hidden, sampling)
-            inputs = embed(torch.tensor(tokens, device=self.device))  # (active, H)
-            thinking: dict[int, list[int]] = {}  # latent step → slots
-            for slot, writer in enumerate(rows):
-                following = writer.forced()
-                if following and following[1] is Origin.LATENT:
-                    thinking.setdefault(writer.thoughts, []).append(slot)
-            fed: dict[int, np.ndarray] = {}
-            for step, slots in thinking.items():
-                z = self.model.model.projector(hidden[slots], step)
-                inputs[slots] = z
-                fed.update(zip(slots, z.float().cpu().numpy()))
-            for slot, (writer, token, logprob) in enumerate(zip(rows, tokens, logprobs)):
-                writer.push(token, logprob, fed.get(slot))
-            keep = self._drop_finished(writers, order, active)
-            inputs, active = inputs[keep], len(keep)
-            if active:
-                starts = [len(self.held[slot]) for slot in range(active)]
-                for slot in range(active):
-                    self.held[slot].append(writers[order[slot]].output.ids[-1])
-                hidden = self._trunk(inputs[:, None], starts, [1] * active)[:, 0]
-
-    def _choose(self, rows, rngs, hidden: Tensor, sampling: Sampling) -> tuple[list[int], list[float]]:
-        """Next token of every row, forced or chosen, with the log-prob of the chosen ones."""
-        logits = policy_logits(self.model, hidden)
-        if sampling.temperature > 0:
-            logits = logits / sampling.temperature
-        logprobs = torch.log_softmax(logits, dim=-1)  # (n, V)
-        if sampling.temperature == 0:
-            chosen = logprobs.argmax(-1)
-        else:
-            draws = [rng.random() for rng in rngs]
-            chosen = _inverse_cdf(logprobs.exp(), torch.tensor(draws, device=self.device), sampling.top_p)
-        picked = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
-        tokens = chosen.tolist()
-        for index, writer in enumerate(rows):
-            following = writer.forced()
-            if following:
-                tokens[index] = following[0]
-        return tokens, picked
-
-    def _drop_finished(self, writers: list[TurnWriter], order: list[int], active: int) -> list[int]:
-        """Swap finished rows behind the active ones; returns, per remaining slot, its row in the step just done."""
-        source = list(range(active))
-        session_at = {slot: session for session, slot in self.slot_of.items()}
-        slot = 0
-        while slot < active:
-            if not writers[order[slot]].done:
-                slot += 1
+    def _admit(self) -> None:
+        """Seat the waiting requests; one whose beginning another is about to compute stays until the next step."""
+        waiting, self.waiting = self.waiting, []
+        computed: set[tuple[int, ...]] = set()  # beginnings that rows seated now will compute
+        for request, sampling in waiting:
+            slot, known = self._known(request)
+            beginning = tuple(request.ids[: known + MIN_SHARED])
+            if beginning in computed:
+                self.waiting.append((request, sampling))
                 continue
-            active -= 1
-            if slot != active:
-                self._swap(slot, active, session_at)
-                order[slot], order[active] = order[active], order[slot]
-                source[slot] = source[active]
-        return source[:active]
+            if len(beginning) == known + MIN_SHARED:
+                computed.add(beginning)
+            seat = self._seat(request, slot, known)
+            thoughts = list(request.latents[len(seat.latents) :])
+            writer = TurnWriter(self.codec, request, sampling)
+            self.rows[request.session] = Row(request, sampling, writer, seat, list(request.ids[known:]), thoughts)
+
+    def _known(self, request: TurnRequest) -> tuple[Slot | None, int]:
+        """The slot that shares the longest beginning with a context, and its length; the last token is always fed."""
+        reserved, ids, latents = self.codec.latent_token_id, request.ids, request.latents
+        own = self.slot_of.get(request.session)
+        best, known = own, own.shared(ids, latents, reserved) if own else 0
+        if not own:
+            for slot in self.cache.slots():
+                if len(slot.ids) > known < len(ids) and slot.ids[known] == ids[known]:
+                    if shared := slot.shared(ids, latents, reserved, known):
+                        best, known = slot, shared
+        return best, min(known, len(ids) - 1)
+
+    def _seat(self, request: TurnRequest, source: Slot | None, known: int) -> Slot:
+        """A slot of the session's own that holds the first `known` keys of the context and has room for the rest."""
+        reserved, own = self.codec.latent_token_id, self.slot_of.get(request.session)
+        if own is not None and own.shelf.capacity > len(request.ids):
+            own.keep(known, reserved)
+            return own
+        return self._settle(request.session, len(request.ids) + 1, source, known)
+
+    def _settle(self, session: int, length: int, source: Slot | None, known: int) -> Slot:
+        """Move a session to a new slot with room for `length` keys, the first `known` of them copied from `source`."""
+        reserved, slot = self.codec.latent_token_id, self.cache.take(length)
+        if source is not None and source is not slot:
+            self.cache.copy(source, slot, known, reserved)
+        slot.keep(known, reserved)
+        if session in self.slot_of:
+            self.slot_of[session].owned = False
+        self.slot_of[session] = slot
+        return slot
+
+    def _forward(self) -> tuple[list[Row], Tensor]:
+        """Feed every row; returns the rows that have nothing left to feed and their hidden states (n, H)."""
+        entries = self._entries()
+        reserved, tokens, thoughts, last = self.codec.latent_token_id, [], [], []
+        packing = Packing([(row.slot, count) for row, count in entries], self.group, self.dtype, self.device)
+        for row, count in entries:
+            fed, row.feed = (row.feed, []) if count == len(row.feed) else (row.feed[:count], row.feed[count:])
+            if row.thoughts and reserved in fed:
+                latent = fed.count(reserved)
+                row.slot.latents += row.thoughts[:latent]
+                thoughts += row.thoughts[:latent]
+                row.thoughts = row.thoughts[latent:]
+            row.slot.ids += fed
+            tokens += fed
+            if not row.feed:
+                last.append(len(tokens) - 1)
+        ids = torch.tensor(tokens, device=self.device)
+        embeddings = self.model.get_input_embeddings()(ids)  # (N, H)
+        if thoughts:
+            embeddings[ids == reserved] = torch.as_tensor(np.stack(thoughts)).to(embeddings)
+        with packed_attention(self.model):
+            hidden = self.model.model(
+                inputs_embeds=embeddings[None],
+                attention_mask={"full_attention": None},
+                position_ids=packing.positions,
+                use_cache=False,
+                packing=packing,
+            ).last_hidden_state[0]
+        ready = [row for row, _ in entries if not row.feed]
+        return ready, hidden[torch.tensor(last, device=self.device)] if len(last) < len(tokens) else hidden
+
+    def _entries(self) -> list[tuple[Row, int]]:
+        """(row, tokens to feed now), ordered as `Packing` likes it, with a place for every key."""
+        budget = max(self.step_tokens, len(self.rows))
+        spare = budget - len(self.rows)
+        singles, chunks = {}, []
+        for row in self.rows.values():
+            count = min(len(row.feed), 1 + spare)
+            spare -= count - 1
+            length = len(row.slot.ids) + count
+            if length > row.slot.shelf.capacity:
+                row.slot = self._settle(row.request.session, length, row.slot, len(row.slot.ids))
+            if count == 1:
+                singles[row.slot] = row
+            else:
+                chunks.append((row, count))
+        entries = []
+        for shelf in self.cache.shelves.values():
+            inside = shelf.bring_forward(singles)
+            entries += [(singles[slot], 1) for slot in shelf.slots[:inside]]
+        return entries + chunks
+
+    def _advance(self, rows: list[Row], hidden: Tensor) -> None:
+        """Write the next position of every row: z where a block is open, else a token that the policy chooses."""
+        thinking: dict[int, list[int]] = {}  # latent step → rows
+        choosing: dict[Sampling, list[int]] = {}
+        for index, row in enumerate(rows):
+            if row.thinking:
+                thinking.setdefault(row.writer.thoughts, []).append(index)
+            elif not row.writer.done:
+                choosing.setdefault(row.sampling, []).append(index)
+        for step, places in thinking.items():
+            z = self.model.model.projector(hidden[places], step).float().cpu().numpy()
+            for index, vector in zip(places, z):
+                rows[index].write(self.codec.latent_token_id, float("nan"), vector)
+        for sampling, places in choosing.items():
+            states = hidden if len(places) == len(rows) else hidden[places]
+            draws = [rows[index].draws.random() for index in places] if sampling.temperature > 0 else None
+            tokens, logprobs = choose(policy_logits(self.model, states), sampling, draws)
+            for index, token, logprob in zip(places, tokens, logprobs):
+                rows[index].write(token, logprob)
 
 
-def _inverse_cdf(probabilities: Tensor, draws: Tensor, top_p: float) -> Tensor:
+def choose(logits: Tensor, sampling: Sampling, draws: Sequence[float] | None) -> tuple[list[int], list[float]]:
+    """A token for each row of logits (n, V), and its log-prob at this temperature; `draws` are uniform in [0, 1)."""
+    if sampling.temperature not in (0, 1):
+        logits = logits / sampling.temperature
+    logprobs = torch.log_softmax(logits, dim=-1)  # (n, V)
+    if sampling.temperature == 0:
+        chosen = logits.argmax(-1)
+    else:
+        chosen = inverse_cdf(logprobs.exp(), torch.tensor(draws, device=logits.device), sampling.top_p)
+    return chosen.tolist(), logprobs.gather(1, chosen[:, None])[:, 0].tolist()
+
+
+def inverse_cdf(probabilities: Tensor, draws: Tensor, top_p: float) -> Tensor:
     """Sample by inverting the cumulative distribution: one uniform draw a row, whatever the rest of the batch is."""
     if top_p < 1.0:
         ranked, ids = probabilities.sort(dim=-1, descending=True)

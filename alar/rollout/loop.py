@@ -1,22 +1,25 @@
 """The agent loop: question → turns of reasoning and action → observation → … → answer. One loop for every engine.
 
 The environment says what an action returns, the engine writes the turns, and the loop keeps the record: ids, origins,
-log-probs and z, appended and never derived again from text.
+log-probs and z, appended and never derived again from text. A trajectory goes on as soon as its turn has ended, and a new
+question takes the place of one that is answered, so that the engine's batch stays full until the last questions.
 """
 
 from __future__ import annotations
 
 import zlib
-from typing import Callable, Iterable, Protocol, Sequence
+from dataclasses import dataclass, field
+from typing import Callable, Iterable, Iterator, Protocol, Sequence
 
 import numpy as np
 
 from alar import protocol
 from alar.records import Observation, Origin, Question, Trajectory, TurnRecord
-from alar.rollout.engine import Engine, Sampling, TurnRequest
+from alar.rollout.engine import Engine, Sampling, TurnOutput, TurnRequest
 
 MODES = ("free", "think", "latent", "off")
 ModePlan = Callable[[int, int], str]  # (row, turn) → one of MODES
+QUORUM = 16  # finished turns are collected until they are one in so many slots: one call of the environment serves them
 
 
 class Environment(Protocol):
@@ -46,68 +49,104 @@ def run(
     """One trajectory for each question, in order.
 
     `modes`: "free" lets the policy choose; "think" and "latent" force the open tag of every turn; "off" leaves `<latent>`
-    plain text (a base model); or a function of (row, turn). The same `seed` gives the same trajectories whatever
-    `batch_size` is, up to rounding. `progress` wraps the iteration over batches.
+    plain text (a base model); or a function of (row, turn). At most `batch_size` trajectories are under way at once; the
+    same `seed` gives the same ones whatever `batch_size` is, up to rounding. `progress` wraps an iteration in which a step
+    is a finished trajectory.
     """
     plan = modes if callable(modes) else lambda row, turn: modes
     if isinstance(modes, str) and modes not in MODES:
         raise ValueError(f"modes {modes!r}: expected one of {', '.join(MODES)}, or a function of (row, turn)")
-    trajectories: list[Trajectory] = []
-    for start in progress(range(0, len(questions), batch_size)):
-        rows = range(start, min(start + batch_size, len(questions)))
-        batch = {row: _start(questions[row], engine) for row in rows}
-        _run_batch(batch, engine, environment, sampling, plan, max_turns, seed)
-        engine.release(list(rows))
-        trajectories.extend(batch.values())
-    return trajectories
+    if batch_size < 1:
+        raise ValueError(f"batch_size {batch_size}: expected at least one trajectory at a time")
+    loop = _Loop(engine, environment, sampling, plan, max_turns, seed)
+    finished = loop.finish(questions, batch_size)
+    trajectories = dict(next(finished) for _ in progress(range(len(questions))))
+    return [trajectories[row] for row in range(len(questions))]
+
+
+@dataclass
+class _Rollout:
+    """A trajectory under way: `mode` is that of the turn being written."""
+
+    trajectory: Trajectory
+    latents: list[np.ndarray] = field(default_factory=list)
+    mode: str = ""
+
+
+@dataclass
+class _Loop:
+    engine: Engine
+    environment: Environment
+    sampling: Sampling
+    plan: ModePlan
+    max_turns: int
+    seed: int
+
+    def finish(self, questions: Sequence[Question], slots: int) -> Iterator[tuple[int, Trajectory]]:
+        """(row, trajectory) as they end."""
+        live: dict[int, _Rollout] = {}
+        entering, asked = [], 0  # rows whose next turn is to be written, questions begun
+        quorum = max(1, slots // QUORUM)
+        try:
+            while live or asked < len(questions):
+                while asked < len(questions) and len(live) < slots:
+                    live[asked] = _Rollout(_start(questions[asked], self.engine))
+                    entering.append(asked)
+                    asked += 1
+                self.engine.submit([self._request(row, live[row]) for row in entering], self.sampling)
+                ended = []
+                while self.engine.busy and len(ended) < quorum:
+                    ended += self.engine.step()
+                entering = self._take_turns(live, [(request.session, output) for request, output in ended])
+                over = [request.session for request, _ in ended if live[request.session].trajectory.finish]
+                self.engine.release(over)
+                for row in over:
+                    yield row, self._judge(live.pop(row))
+        finally:
+            self.engine.release(list(live))
+
+    def _take_turns(self, live: dict[int, _Rollout], ended: list[tuple[int, TurnOutput]]) -> list[int]:
+        """Record the turns that ended and act on them; returns the rows that go on."""
+        going: list[tuple[int, protocol.Turn]] = []
+        for row, output in ended:
+            rollout = live[row]
+            parsed = _record(rollout.trajectory, output, rollout.mode, self.engine, self.environment)
+            rollout.latents.extend(output.latents)
+            if parsed.action == "answer":
+                rollout.trajectory.prediction, rollout.trajectory.finish = parsed.argument, "answer"
+            elif len(rollout.trajectory.turns) == self.max_turns:
+                rollout.trajectory.finish = "max_turns"
+            else:
+                going.append((row, parsed))
+        acting = [(live[row].trajectory.question, parsed) for row, parsed in going if parsed.action is not None]
+        found = iter(self.environment.observe(acting) if acting else ())
+        for row, parsed in going:
+            observation = next(found) if parsed.action is not None else Observation(protocol.INVALID_ACTION)
+            _observe(live[row].trajectory, observation, self.engine)
+        return [row for row, _ in going]
+
+    def _request(self, row: int, rollout: _Rollout) -> TurnRequest:
+        turn, codec, forced = len(rollout.trajectory.turns), self.engine.codec, []
+        mode = rollout.mode = self.plan(row, turn)
+        if mode in ("think", "latent"):
+            forced = (codec.separator if turn == 0 else []) + (codec.think_open if mode == "think" else codec.latent_open)
+        elif mode not in MODES:
+            raise ValueError(f"mode {mode!r} for turn {turn}: expected one of {', '.join(MODES)}")
+        seed = zlib.crc32(f"{self.seed} {row} {turn}".encode())
+        return TurnRequest(row, rollout.trajectory.ids, list(rollout.latents), forced, seed, allow_latent=mode != "off")
+
+    def _judge(self, rollout: _Rollout) -> Trajectory:
+        trajectory, latents = rollout.trajectory, rollout.latents
+        width = len(latents[0]) if latents else 0
+        trajectory.latents = np.asarray(latents, dtype=np.float32).reshape(len(latents), width)
+        if trajectory.prediction is not None:
+            trajectory.correct = self.environment.correct(trajectory.question, trajectory.prediction)
+        return trajectory
 
 
 def _start(question: Question, engine: Engine) -> Trajectory:
     ids = engine.codec.prompt(question.text)
     return Trajectory(question, ids, [int(Origin.PROMPT)] * len(ids), [float("nan")] * len(ids), np.zeros((0, 0), np.float32))
-
-
-def _run_batch(batch: dict[int, Trajectory], engine, environment, sampling, plan, max_turns: int, seed: int) -> None:
-    latents: dict[int, list[np.ndarray]] = {row: [] for row in batch}
-    live = list(batch)
-    for turn in range(max_turns):
-        modes = {row: plan(row, turn) for row in live}
-        requests = [_request(row, turn, batch[row], latents[row], modes[row], engine, seed) for row in live]
-        steps: list[tuple[int, protocol.Turn]] = []
-        for row, output in zip(live, engine.generate(requests, sampling)):
-            parsed = _record(batch[row], output, modes[row], engine, environment)
-            latents[row].extend(output.latents)
-            if parsed.action == "answer":
-                batch[row].prediction, batch[row].finish = parsed.argument, "answer"
-            else:
-                steps.append((row, parsed))
-        searching = [(batch[row].question, parsed) for row, parsed in steps if parsed.action is not None]
-        found = iter(environment.observe(searching) if searching and turn + 1 < max_turns else ())
-        live = []
-        for row, parsed in steps:
-            if turn + 1 == max_turns:
-                batch[row].finish = "max_turns"
-                continue
-            observation = next(found) if parsed.action is not None else Observation(protocol.INVALID_ACTION)
-            _observe(batch[row], observation, engine)
-            live.append(row)
-        if not live:
-            break
-    for row, trajectory in batch.items():
-        width = len(latents[row][0]) if latents[row] else 0
-        trajectory.latents = np.asarray(latents[row], dtype=np.float32).reshape(len(latents[row]), width)
-        if trajectory.prediction is not None:
-            trajectory.correct = environment.correct(trajectory.question, trajectory.prediction)
-
-
-def _request(row: int, turn: int, trajectory: Trajectory, latents, mode: str, engine, seed: int) -> TurnRequest:
-    codec, forced = engine.codec, []
-    if mode in ("think", "latent"):
-        forced = (codec.separator if turn == 0 else []) + (codec.think_open if mode == "think" else codec.latent_open)
-    elif mode not in MODES:
-        raise ValueError(f"mode {mode!r} for turn {turn}: expected one of {', '.join(MODES)}")
-    turn_seed = zlib.crc32(f"{seed} {row} {turn}".encode())
-    return TurnRequest(row, trajectory.ids, latents, forced, turn_seed, allow_latent=mode != "off")
 
 
 def _record(trajectory: Trajectory, output, mode: str, engine, environment) -> protocol.Turn:
