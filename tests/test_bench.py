@@ -189,7 +189,9 @@ def test_every_kind_of_case_runs(pair, batch):
     assert (peaks > 0).all()
     assert peaks["training step", "per sample"] > peaks["training step", "plain SFT"], "it keeps the text twice"
     assert all(parameter.grad is None for parameter in pair.latent.parameters())
-    figure, drawn = figures.speed(results.ratios, clock="cpu")
+    unclaimed = bench.training_cases(pair, [batch], claims=False)[0].comparisons
+    assert all(comparison.at_most is comparison.at_least is None for comparison in unclaimed)
+    _, drawn = figures.speed(results.ratios, clock="cpu")
     assert len(drawn) == len(results.ratios) / 2
 
 
@@ -218,7 +220,7 @@ def test_peak_memory_counts_what_is_alive_together():
     (lambda: bench.resolve_device("tpu"), "device 'tpu': expected"),
     (lambda: bench.Case("p", "c", ()), "at least one"),
     (lambda: bench.Case("p", "c", (bench.Contestant("a", int),), (bench.Comparison("a", "b"),)), "no contestant 'b'"),
-    (lambda: bench.rollout_case(None, None, SearchEnvironment(), [1, 2], single_questions=3), "single_questions is 3: expected 1 to 2"),
+    (lambda: bench.rollout_case(None, None, SearchEnvironment(), [1, 2], single_questions=3), "expected 1 to 2"),
 ])
 def test_bad_requests_are_refused(call, message):
     with pytest.raises(ValueError, match=message):

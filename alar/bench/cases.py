@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from alar.model import LatentQwen2Config, LatentQwen2ForCausalLM, embedded, from_base, load_base
+from alar.protocol import Turn
+from alar.records import Origin
 from alar.rollout.codec import Codec
 from alar.search.environment import SearchEnvironment
 from alar.search.questions import solved_questions
 from alar.train.examples import Example, collate, labels_from_origins
-from alar.protocol import Turn
-from alar.records import Origin
 
 HEAD_SIZE = 64
 BENCH_WORLD = "counterfactual-0"

@@ -18,6 +18,7 @@ import pandas as pd
 import torch
 
 from alar.bench.memory import peak_memory
+from alar.tables import BENCH_RATIOS
 
 CLOCKS = ("wall", "cpu")
 
@@ -34,7 +35,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Time of `numerator` over time of `denominator`, per token, and the bar it should keep."""
+    """Time of `numerator` over time of `denominator`, per token, and what is claimed of it."""
 
     numerator: str
     denominator: str
@@ -184,14 +185,7 @@ def _ratios(cases: Sequence[Case], table: pd.DataFrame) -> pd.DataFrame:
                 names = {"numerator": comparison.numerator, "denominator": comparison.denominator, "clock": clock}
                 bar = {"at_most": comparison.at_most, "at_least": comparison.at_least}
                 rows.append({"part": case.part, "case": case.name} | names | _range("ratio", ratio) | bar)
-    ratios = pd.DataFrame(rows, columns=RATIO_COLUMNS)
-    return ratios.astype({"at_most": float, "at_least": float})
-
-
-RATIO_COLUMNS = (
-    ["part", "case", "numerator", "denominator", "clock"]
-    + ["ratio", "ratio_low", "ratio_high", "at_most", "at_least"]
-)
+    return pd.DataFrame(rows, columns=list(BENCH_RATIOS.columns)).astype({"at_most": float, "at_least": float})
 
 
 def _by_contestant(cases: Sequence[Case], table: pd.DataFrame):

@@ -1,4 +1,4 @@
-"""Speed: time ratios of the benchmark notebook, each with its range over the rounds and the bar it should keep."""
+"""Speed: time ratios of the benchmark notebook, each with its range over the rounds and what is claimed of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 def speed(ratios: Source, *, clock: str = "wall", scale: str = "measured") -> tuple[Figure, pd.DataFrame]:
     """One row per comparison, time of the first over time of the second. `clock` is "wall" or "cpu".
 
-    A triangle marks the bar, pointing to the side that keeps it.
+    A triangle marks a claim, pointing to the side that keeps it.
     """
     ratios = tables.read(ratios, tables.BENCH_RATIOS)
     rows = ratios[ratios["clock"] == clock].reset_index(drop=True)
@@ -42,5 +42,5 @@ def speed(ratios: Source, *, clock: str = "wall", scale: str = "measured") -> tu
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlabel(f"Ratio of {'wall' if clock == 'wall' else 'CPU'} times per token")
     axes.tick_params(axis="y", colors=BLACK, length=0)
-    footnote(figure, f"{scale} · point: median of the rounds, bar: their range · triangle: the bar, pointing to the side that keeps it")
+    footnote(figure, f"{scale} · median and range of the rounds · triangle: the claim, pointing to the side that keeps it")
     return figure, rows
