@@ -155,6 +155,16 @@ REWARD_SHAPES = Table(
     "07_figures (alar.rl.reward.shaped_rewards)",
     {"variant": "text", "case": "text", "latent_share": "number", "reward": "number"},
 )
+BENCH_RATIOS = Table(
+    "speed ratios",
+    "ratios.csv",
+    "09_benchmarks",
+    {
+        **dict.fromkeys(("part", "case", "numerator", "denominator", "clock"), "text"),
+        **_interval("ratio"),
+        **_numbers("at_most", "at_least"),
+    },
+)
 
 _KINDS = {
     "text": lambda column: dtypes.is_string_dtype(column) or isinstance(column.dtype, pd.CategoricalDtype),

@@ -82,6 +82,24 @@ def rewards() -> pd.DataFrame:
     return pd.DataFrame([*rows, ("repaired", "unclosed", 1.0, -1.0)], columns=list(tables.REWARD_SHAPES.columns))
 
 
+def ratios() -> pd.DataFrame:
+    nan = float("nan")
+    rows = [
+        ("training step", "hidden 256, 6 layers, batch 8, padded", "ours", "plain SFT", 1.25, 1.3, nan),
+        ("training step", "hidden 256, 6 layers, batch 8, padded", "per sample", "ours", 1.9, nan, 1.7),
+        ("log-prob pass", "laptop, batch 16, AASD", "cached z", "plain forward", 1.01, 1.05, nan),
+        ("rollouts", "laptop, 64 at once", "generate, batch 1", "ours", 11.0, nan, 8.0),
+    ]
+    return pd.DataFrame(
+        [
+            (part, case, above, below, clock, ratio, 0.9 * ratio, 1.2 * ratio, at_most, at_least)
+            for part, case, above, below, ratio, at_most, at_least in rows
+            for clock in ("wall", "cpu")
+        ],
+        columns=list(tables.BENCH_RATIOS.columns),
+    )
+
+
 DRAWINGS = {
     "accuracy_against_tokens": lambda: figures.accuracy_against_tokens(summary()),
     "stages": lambda: figures.stages(summary()),
@@ -94,6 +112,7 @@ DRAWINGS = {
     "reward_shapes": lambda: figures.reward_shapes(rewards()),
     "latent_share": lambda: figures.latent_share(statistics.mode_share(evaluation()[1])),
     "trajectory": lambda: figures.trajectory(example()),
+    "speed": lambda: figures.speed(ratios()),
 }
 
 

@@ -7,7 +7,7 @@ from alar import params
 from alar.params.notebooks import NotebookError, declared_parameters
 from alar.params.sections import Experiment, defaults
 
-FILES = ("laptop", "smoke", "laptop-from-scratch", "controls", "seeds")
+FILES = ("laptop", "smoke", "laptop-from-scratch", "controls", "seeds", "benchmarks")
 
 
 @pytest.fixture
@@ -59,6 +59,9 @@ def problems(tmp_path, monkeypatch):
     ("rl:\n  train_projector: true\n  latents: cached", "params.yaml: rl.train_projector: cached latents carry no gradient"),
     ("retrieval:\n  backend: http", "params.yaml: retrieval.url: '' is no address"),
     ("retrieval:\n  backend: e5", "params.yaml: retrieval.corpus: is empty"),
+    ("bench:\n  length: 20", "params.yaml: bench.length: 20: padded rows have 10 tokens at least"),
+    ("bench:\n  questions: 1", "params.yaml: bench.single_questions: 2 is more than bench.questions, 1"),
+    ("bench:\n  hidden_size: 200", "params.yaml: bench.hidden_size:"),
     ("aasd:\n  kind: constant\nmodel:\n  num_latent: 0", "params.yaml: aasd.kind: constant needs latent positions"),
     ("model:\n  base: scratch\npretrain:\n  steps: 0", "params.yaml: pretrain.steps: is 0, but model.base is scratch"),
 ])

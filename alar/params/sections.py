@@ -33,7 +33,11 @@ OWN_SECTION = {
     "05_ar_grpo": "rl",
     "06_benchmark_eval": "eval",
     "07_figures": "figures",
+    "09_benchmarks": "bench",
 }
+
+# Notebooks that are no part of the study itself: they run when `--only` or a variant's `only` names them.
+ON_REQUEST = ("09_benchmarks",)
 
 
 class Section(BaseModel):
@@ -199,6 +203,37 @@ class Figures(Section):
     publish_to: str = ""
 
 
+class Bench(Section):
+    """Timings of `alar.bench`. The sizes are those of one training step: hidden_size … length and batch_sizes."""
+
+    parts: Annotated[
+        list[Literal["training", "checkpointed", "logprobs", "rollouts"]], Field(min_length=1)
+    ] = ["training", "logprobs", "rollouts"]
+    batches: Annotated[list[Literal["full", "padded", "laptop"]], Field(min_length=1)] = ["padded", "laptop"]
+    batch_sizes: Annotated[list[Count], Field(min_length=1)] = [8]
+    hidden_size: Annotated[int, Field(ge=128, multiple_of=128)] = 256
+    layers: Count = 6
+    num_latent: Annotated[int, Field(ge=1, le=16)] = 4
+    blocks: Count = 3  # latent blocks a row, at random positions
+    length: Count = 512
+    questions: Count = 64
+    concurrent: Count = 64  # rollouts at once
+    single_questions: Count = 2  # of them, for batch 1
+    rounds: Count = 3
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: CountOrNone = 1  # 0 = as run.threads says
+
+    def inconsistencies(self):
+        found = []
+        shortest, needed = (self.length + 1) // 2, self.blocks * (self.num_latent + 1) + 1
+        if shortest < needed:
+            found.append(("length", f"{self.length}: padded rows have {shortest} tokens at least, but {self.blocks} blocks "
+                                    f"of {self.num_latent} with text around each need {needed}"))
+        if self.single_questions > self.questions:
+            found.append(("single_questions", f"{self.single_questions} is more than bench.questions, {self.questions}"))
+        return found
+
+
 class Experiment(Section):
     """Everything one parameter file says about one run (or about one of its variants)."""
 
@@ -214,6 +249,7 @@ class Experiment(Section):
     rl: Rl = Rl()
     eval: Eval = Eval()
     figures: Figures = Figures()
+    bench: Bench = Bench()
     only: tuple[str, ...] = Field(default=(), exclude=True)  # stages a variant is limited to
     stated: tuple[tuple[str, str, str], ...] = Field(default=(), exclude=True)  # (section, key, where) in the files
 

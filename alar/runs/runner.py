@@ -20,7 +20,7 @@ from alar.runs import provenance, stages
 from alar.runs.execution import CellFailed, execute
 from alar.jsonl import replacing, write_json
 from alar.params.notebooks import NotebookError, numbered
-from alar.params.sections import Experiment
+from alar.params.sections import ON_REQUEST, Experiment
 from alar.runs.terminal import Terminal, duration
 
 RUN_LOCK = "run"
@@ -174,6 +174,8 @@ def _choose(available: list[Path], only: tuple[str, ...], start: str, limited: t
     chosen = [n for n in available if not limited or any(_is(n, given) for given in limited)]
     if only:
         chosen = [n for n in chosen if any(_is(n, given) for given in only)]
+    elif not limited:
+        chosen = [n for n in chosen if n.stem not in ON_REQUEST or _is(n, start)]
     if start:
         first = next(i for i, n in enumerate(available) if _is(n, start))
         chosen = [n for n in chosen if n in available[first:]]

@@ -22,7 +22,7 @@ from alar.params import notebooks
 from alar.jsonl import write_json
 from alar.params.sections import Experiment, field_kind
 
-NOT_IN_KEY = {"run_dir", "report_to", "threads"}  # where and how, not what
+NOT_IN_KEY = {("", "run_dir"), ("run", "report_to"), ("run", "threads")}  # where and how, not what
 NOT_OUTPUT = {runs.FINISHED, runs.UNFINISHED, runs.INPUTS}
 
 
@@ -36,8 +36,8 @@ def fingerprint(experiment: Experiment, notebook: Path, domain: str, package: Pa
     parts = {f"cell {number}": _hash(cell.encode()) for number, cell in enumerate(cells, start=1)}
     parts |= {f"module {name}": digest for name, digest in modules.items()}
     for name, value in params.flatten(experiment, notebook, domain=domain).items():
-        if name not in NOT_IN_KEY:
-            section, key = params.origin(notebook, name)
+        section, key = params.origin(notebook, name)
+        if (section, key) not in NOT_IN_KEY:
             located = section and field_kind(section, key).startswith("location") and value and Path(value).exists()
             parts[f"parameter {name}"] = f"content {content(Path(value))}" if located else json.dumps(value)
     for package in ("torch", "transformers"):
