@@ -124,7 +124,7 @@ def parsed(text, *, correct=True):
     )
 
 
-# The hacks of the released code (FACTS: "reward hacks"), each as what its counting makes of it against what ours does.
+# The hacks of the released code , each as what its counting makes of it against what ours does.
 
 
 @pytest.mark.parametrize("text", ["<latent>\n\n<answer>Peru</answer>", "<latent>••••\n\n<answer>Peru</answer>"])

@@ -6,7 +6,7 @@
 | plain SFT | transformers' own model on the same ids and labels: latent ids are ordinary tokens |
 | per sample | the straightforward algorithm, `per_sample_loss` |
 
-The last is what released code does (FACTS of ALAR, "expansion cost"), with its errors put right, so that all that
+The last is what the released code of ALAR does, with its errors put right, so that all that
 differs from ours is the work: rows · blocks · (1 + K) + 1 model calls and every text token twice.
 """
 
@@ -28,15 +28,15 @@ OURS, PLAIN, PER_SAMPLE = "ours", "plain SFT", "per sample"
 def training_cases(
     pair: ModelPair, batches: Sequence[Batch], *, checkpointed: bool = False, claims: bool = True
 ) -> list[Case]:
-    """Forward and backward, one case a batch. Under gradient checkpointing every contestant's gradient is
-    "projector_only", which needs no second backward through the prefixes; without, "published". `claims` are made for
-    the sizes of `model_pair`'s and `random_batch`'s defaults."""
+    """Forward and backward, one case a batch, with the "published" latent gradient. Under gradient checkpointing the
+    per-sample algorithm can only have "projector_only". `claims` are made for the sizes of `model_pair`'s and
+    `random_batch`'s defaults."""
     gradient = "projector_only" if checkpointed else "published"
 
     def steps(batch: Batch):
         inputs = batch.inputs
         losses = {
-            OURS: (pair.latent, lambda: pair.latent(**inputs, latent_gradient=gradient).loss),
+            OURS: (pair.latent, lambda: pair.latent(**inputs).loss),
             PLAIN: (pair.plain, lambda: pair.plain(**inputs, use_cache=False).loss),
             PER_SAMPLE: (pair.latent, lambda: per_sample_loss(pair.latent, **inputs, latent_gradient=gradient)[0]),
         }

@@ -1,6 +1,6 @@
 """The projector f: hidden state of the trunk → next input embedding.
 
-    z₁ = f(h₀),  z_{k+1} = f(h_k)          (arXiv 2606.02871; FACTS of the released code)
+    z₁ = f(h₀),  z_{k+1} = f(h_k)          (arXiv 2606.02871 and its released code)
     f  = Dropout → Linear(d→p) → GELU → Linear(p→d) → LayerNorm
 
 Deliberate: the master weights are float32 whatever the trunk's dtype, also after `model.to(torch.bfloat16)`. In bf16 a

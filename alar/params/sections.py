@@ -121,7 +121,7 @@ class Teacher(Section):
 
 
 class Supervised(Section):
-    """What AASD and mode warm-up share (FACTS: the published values are in the paper-scale files)."""
+    """What AASD and mode warm-up share ; the values are those of the laptop study."""
 
     learning_rate: Rate = 1e-3
     epochs: Annotated[float, Field(gt=0)] = 3.0
@@ -153,6 +153,7 @@ class Rl(Section):
     gradient_accumulation: Count = 4
     learning_rate: Rate = 3e-4
     schedule: Literal["constant", "linear"] = "linear"  # linear: to zero over all steps
+    warmup_ratio: Share = 0.1
     temperature: Annotated[float, Field(gt=0)] = 1.0
     kl_coefficient: Annotated[float, Field(ge=0)] = 1e-2
     clip_low: Share = 0.2

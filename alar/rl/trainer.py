@@ -1,6 +1,6 @@
 """AR-GRPO in one process: rollouts of the agent loop, shaped rewards within groups, the clipped objective.
 
-What the released code gets wrong is done here as FACTS asks: true behaviour log-probs, a mask from token origins, the
+Unlike in the released code, behaviour log-probs are the true ones, the mask comes from token origins, the
 step of d_t from the trainer's state, and (by `variant`) the repaired reward beside the published one. Two additions,
 both parameters: `credit="turn"` gives each turn's mode tokens an advantage of their own, and `explore_fraction` of every
 group takes modes that are forced at random, turn by turn, so that the comparison of modes never runs dry.
@@ -37,6 +37,7 @@ class RLConfig:
     group_size: int = 8
     learning_rate: float = 1e-6
     schedule: str = "constant"  # "constant" | "linear" (to zero over all steps)
+    warmup_ratio: float = 0.0  # of the steps: the rate rises linearly to learning_rate
     temperature: float = 1.0
     kl_coefficient: float = 1e-3
     clip_low: float = 0.2
@@ -144,6 +145,13 @@ def token_advantages(
                 if t.ids[begin : begin + len(tag)] == tag:
                     tokens[row][begin : begin + len(tag)] = [config.mode_weight * credit] * len(tag)
     return tokens, whole
+
+
+def learning_rate_at(done: int, config: RLConfig) -> float:
+    """Rate of the step that follows `done` finished ones."""
+    rising = min(1.0, (done + 1) / max(1.0, config.warmup_ratio * config.steps))
+    remaining = 1 - done / config.steps if config.schedule == "linear" else 1.0
+    return config.learning_rate * rising * remaining
 
 
 class ARGRPO:
@@ -262,9 +270,8 @@ class ARGRPO:
             sums["clip_fraction"] += float(details["clip_fraction"]) * share
             sums["ratio_error"] = max(sums["ratio_error"], (logprobs.detach() - behaviour).exp().sub(1).abs().max().item())
         torch.nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], 1.0)
-        remaining = 1 - self.done / config.steps if config.schedule == "linear" else 1.0
         for group in self.optimizer.param_groups:
-            group["lr"] = config.learning_rate * remaining
+            group["lr"] = learning_rate_at(self.done, config)
         self.optimizer.step()
         return sums
 
