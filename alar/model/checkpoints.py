@@ -70,13 +70,14 @@ def load_base(base: str | Path, domain: str = "search"):
 
 def _base_config(source: str):
     """The config of a folder or hub id; OSError that says what to do where neither can be reached."""
+    if Path(source).is_dir() and not (Path(source) / "config.json").exists():
+        raise FileNotFoundError(f"model.base {source!r} is a folder without config.json: no checkpoint is here")
     try:
         return AutoConfig.from_pretrained(source)
     except OSError as error:
-        kind = "a folder without a readable config.json" if Path(source).is_dir() else "neither a folder nor a hub id within reach"
         raise OSError(
-            f"model.base {source!r} is {kind}: check the name; without a connection, download the model first and give "
-            f"its folder, or use the shipped model: embedded ({error})"
+            f"model.base {source!r} is neither a folder nor a hub id within reach: check the name; without a connection, "
+            f"download the model first and give its folder, or use the shipped model: embedded ({error})"
         ) from error
 
 
@@ -135,14 +136,14 @@ def from_base(
 
 
 def _reset_projector(model, seed: int) -> None:
-    """Initialise the projector by its own generator state, whatever the loading code did before."""
+    """A fresh float32 projector by its own generator state, whatever the loading code did before."""
     torch.manual_seed(seed)
     fresh = type(model.model.projector)(model.config)
     if model.config.projector_scale == "embedding_rms" and hasattr(fresh, "scale"):
         fresh.scale.fill_(model.get_input_embeddings().weight.detach().float().pow(2).mean().sqrt())
     elif model.config.projector_scale not in ("one", "embedding_rms"):
         raise ValueError(f"projector_scale {model.config.projector_scale!r}: expected 'one' or 'embedding_rms'")
-    model.model.projector.load_state_dict(fresh.state_dict())
+    model.model.projector = fresh
 
 
 def save(model, tokenizer, folder: str | Path) -> Path:
