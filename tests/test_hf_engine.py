@@ -220,7 +220,8 @@ def near_tie(model, request: TurnRequest, output, sampling: Sampling) -> bool:
             if sampling.top_p < 1:
                 ranked = ranked.sort(descending=True).values
                 before = ranked.cumsum(-1) - ranked
-                if (before - sampling.top_p).abs().min() < 1e-4 or (ranked[:-1] - ranked[1:])[before[1:] < sampling.top_p].min() < 1e-6:
+                gaps = (ranked[:-1] - ranked[1:])[before[1:] < sampling.top_p]  # equal ids may change places
+                if (before - sampling.top_p).abs().min() < 1e-4 or (gaps < 1e-6).any():
                     return True
                 ranked = ranked * (before < sampling.top_p)
             bounds = ranked.cumsum(-1)

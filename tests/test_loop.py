@@ -8,7 +8,7 @@ import torch
 
 from alar import protocol
 from alar.records import Origin, Trajectory, read_trajectories, write_trajectories
-from alar.rollout.engine import Engine, Sampling, TurnOutput
+from alar.rollout.engine import Engine, Sampling, TurnOutput, TurnRequest
 from alar.rollout.hf import HFEngine, policy_logits
 from alar.rollout.loop import run
 from alar.rollout.modes import block_start, latent_probabilities
@@ -64,6 +64,39 @@ def test_expert_turns_find_their_passages_and_score_one(engine):
         assert t.think_length == sum(len(step.thought) for step in item.steps)
         observed = engine.codec.text([i for i, o in zip(t.ids, t.origins) if o == Origin.OBSERVATION])
         assert observed.count("<information>") == len(item.steps) - 1
+
+
+def test_a_new_question_takes_the_place_of_one_that_is_answered(engine):
+    solved = solved_questions("counterfactual-9", 12, 0)
+    scripted = Scripted(engine.codec, {row: script(item.steps) for row, item in enumerate(solved)})
+    ticks, entered = [], []
+    submit = scripted.submit
+    scripted.submit = lambda requests, sampling: entered.append([r.session for r in requests]) or submit(requests, sampling)
+    trajectories = run(
+        [item.question for item in solved], scripted, SearchEnvironment(), SAMPLING, batch_size=3,
+        progress=lambda rows: (ticks.append(row) or row for row in rows),
+    )
+    assert [t.question for t in trajectories] == [item.question for item in solved] and all(t.correct for t in trajectories)
+    assert scripted.most == 3 and ticks == list(range(12))
+    firsts = [min(i for i, rows in enumerate(entered) if row in rows) for row in range(12)]
+    assert entered[0] == [0, 1, 2] and len(set(firsts)) > 4  # not in batches of three
+
+
+def test_an_environment_that_fails_leaves_the_engine_free_for_the_next_run(random_model):
+    class Broken(SearchEnvironment):
+        def observe(self, steps):
+            raise OSError("no server")
+
+    engine, questions = HFEngine(*random_model()), validation_questions(3)
+    scripted = Scripted(engine.codec, {row: ["<think>so</think>\n\n<search>Peru</search>"] for row in range(3)})
+    with pytest.raises(OSError):
+        run(questions, scripted, Broken(), SAMPLING)
+    assert sorted(scripted.released) == [0, 1, 2]
+    engine.submit([TurnRequest(0, engine.codec.prompt("x"), [])], SAMPLING)
+    with pytest.raises(ValueError, match="still writes"):
+        engine.generate([TurnRequest(1, engine.codec.prompt("x"), [])], SAMPLING)
+    engine.release([0])
+    assert not engine.busy and len(engine.generate([TurnRequest(0, engine.codec.prompt("x"), [])], SAMPLING)) == 1
 
 
 def test_an_unparsable_action_gets_the_hint_and_the_last_turn_ends_the_trajectory(engine):

@@ -225,7 +225,7 @@ class HFEngine(Engine):
                 packing=packing,
             ).last_hidden_state[0]
         ready = [row for row, _ in entries if not row.feed]
-        return ready, hidden[torch.tensor(last, device=self.device)] if len(last) < len(tokens) else hidden
+        return ready, hidden if len(last) == len(tokens) else hidden[torch.tensor(last, dtype=torch.long, device=self.device)]
 
     def _entries(self) -> list[tuple[Row, int]]:
         """(row, tokens to feed now), ordered as `Packing` likes it, with a place for every key."""
