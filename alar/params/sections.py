@@ -114,8 +114,8 @@ class Rollout(Section):
 
 
 class Teacher(Section):
-    questions: Count = 1800
-    worlds: Count = 24
+    questions: Count = 3600
+    worlds: Count = 48
     temperature: Annotated[float, Field(ge=0)] = 1.0
     questions_file: Location = ""  # JSONL with question and answers; "" = the embedded world
 
@@ -123,8 +123,8 @@ class Teacher(Section):
 class Supervised(Section):
     """What AASD and mode warm-up share ; the values are those of the laptop study."""
 
-    learning_rate: Rate = 1e-3
-    epochs: Annotated[float, Field(gt=0)] = 3.0
+    learning_rate: Rate = 5e-4
+    epochs: Annotated[float, Field(gt=0)] = 1.5
     batch_size: Count = 16
     gradient_accumulation: Count = 1
     warmup_ratio: Share = 0.03
@@ -141,13 +141,11 @@ class Aasd(Supervised):
 
 
 class Warmup(Supervised):
-    learning_rate: Rate = 5e-4
-    epochs: Annotated[float, Field(gt=0)] = 2.0
     latent_probability: Share = 0.5
 
 
 class Rl(Section):
-    steps: Count = 48
+    steps: Count = 64
     prompts_per_step: Count = 8
     group_size: Annotated[int, Field(ge=2)] = 8
     gradient_accumulation: Count = 4
@@ -155,7 +153,7 @@ class Rl(Section):
     schedule: Literal["constant", "linear"] = "linear"  # linear: to zero over all steps
     warmup_ratio: Share = 0.1
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    kl_coefficient: Annotated[float, Field(ge=0)] = 1e-2
+    kl_coefficient: Annotated[float, Field(ge=0)] = 1.0  # in nats per token, on the mode tokens as well
     clip_low: Share = 0.2
     clip_high: Share = 0.2
     alpha: Annotated[float, Field(ge=0)] = 0.3
@@ -163,7 +161,7 @@ class Rl(Section):
     variant: Literal["published", "repaired"] = "repaired"
     credit: Literal["trajectory", "turn"] = "turn"
     explore_fraction: Share = 0.5  # of each group's rollouts, whose modes are drawn at random turn by turn
-    mode_weight: Annotated[float, Field(ge=0)] = 2.0
+    mode_weight: Annotated[float, Field(ge=0)] = 6.0
     latents: Literal["recomputed", "cached"] = "recomputed"
     trainable: Literal["lora", "full"] = "full"
     lora_rank: Count = 16
@@ -189,7 +187,7 @@ class Rl(Section):
 
 class Eval(Section):
     checkpoint: Location = ""  # a model folder: evaluate only this one
-    questions: Count = 800
+    questions: Count = 1600
     control_questions: Count = 240
     oracle_questions: Count = 160
     sets: Annotated[list[str], Field(min_length=1)] = ["real"]

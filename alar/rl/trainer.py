@@ -1,7 +1,7 @@
 """AR-GRPO in one process: rollouts of the agent loop, shaped rewards within groups, the clipped objective.
 
 Unlike in the released code, behaviour log-probs are the true ones, the mask comes from token origins, the
-step of d_t from the trainer's state, and (by `variant`) the repaired reward beside the published one. Two additions,
+step of d_t from the trainer's state; `variant` chooses the published reward or the repaired one. Two additions,
 both parameters: `credit="turn"` gives each turn's mode tokens an advantage of their own, and `explore_fraction` of every
 group takes modes that are forced at random, turn by turn, so that the comparison of modes never runs dry.
 """
