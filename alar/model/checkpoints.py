@@ -1,7 +1,8 @@
 """One folder per checkpoint: weights with the projector among them, config with K and tags, tokenizer.
 
 `from_base` makes a latent model from any Qwen2 or Qwen3 checkpoint (a hub id, a local folder, or "embedded"), `save`
-and `load` move it to and from disk: LoRA adapters are merged, dtypes are kept, the projector's float32 among them. Nothing is ever filled in at random: a checkpoint without its projector is refused.
+and `load` move it to and from disk: LoRA adapters are merged, dtypes are kept, the projector's float32 among them.
+Nothing is ever filled in at random: a checkpoint without its projector is refused.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def save(model, tokenizer, folder: str | Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     plain = _merged(model)
     if any(".base_layer." in name or "lora_" in name for name in plain.state_dict()):
-        raise ValueError(f"{folder}: the model holds peft adapters; save the wrapped model, or call merge_and_unload() first")
+        raise ValueError(f"{folder}: the model holds peft adapters; save the wrapped model or merge_and_unload() it first")
     with _quiet():
         plain.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
@@ -184,7 +185,8 @@ def load(
 ) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
     """(model, tokenizer) of a latent checkpoint folder or of an ordinary base, ready for inference.
 
-    `dtype` is the trunk's ("auto": as stored); the projector is float32 whatever it is. `num_latent`, if given, must be the checkpoint's K. Raises FileNotFoundError or ValueError, never a random projector.
+    `dtype` is the trunk's ("auto": as stored); the projector is float32 whatever it is. `num_latent`, if given, must be
+    the checkpoint's K. Raises FileNotFoundError or ValueError, never a random projector.
     """
     folder = Path(folder)
     if not (folder / "config.json").exists():
