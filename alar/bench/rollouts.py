@@ -16,21 +16,40 @@ from alar.bench.measure import Case, Comparison, Contestant
 from alar.records import Origin, Question
 from alar.rollout import loop
 from alar.rollout.codec import Codec
-from alar.rollout.engine import Sampling, TurnOutput, TurnRequest
+from alar.rollout.engine import Engine, Sampling, TurnOutput, TurnRequest
 from alar.rollout.hf import HFEngine
 
 
-class GenerateEngine:
-    """`Engine` by `transformers.generate`: greedy, explicit mode only, nothing kept from turn to turn."""
+class GenerateEngine(Engine):
+    """`Engine` by `transformers.generate`: greedy, explicit mode only, nothing kept from turn to turn. All submitted
+    turns are one batch, which a step writes to its end."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.model, self.tokenizer = model.eval(), tokenizer
         self.codec = Codec.of(model, tokenizer)
+        self.waiting: list[TurnRequest] = []
+        self.sampling = Sampling()
 
-    @torch.no_grad()
-    def generate(self, requests: Sequence[TurnRequest], sampling: Sampling) -> list[TurnOutput]:
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting)
+
+    def submit(self, requests: Sequence[TurnRequest], sampling: Sampling) -> None:
         if sampling.temperature > 0 or any(request.forced or len(request.latents) for request in requests):
             raise ValueError("GenerateEngine is greedy and knows neither forced tags nor latent blocks: use HFEngine")
+        self.waiting += requests
+        self.sampling = sampling
+
+    def step(self) -> list[tuple[TurnRequest, TurnOutput]]:
+        requests, self.waiting = self.waiting, []
+        return list(zip(requests, self._write(requests, self.sampling))) if requests else []
+
+    def release(self, sessions: Sequence[int]) -> None:
+        """Nothing is kept but turns that wait."""
+        self.waiting = [request for request in self.waiting if request.session not in set(sessions)]
+
+    @torch.no_grad()
+    def _write(self, requests: Sequence[TurnRequest], sampling: Sampling) -> list[TurnOutput]:
         pad, width = self.tokenizer.pad_token_id, max(len(request.ids) for request in requests)
         table = [[pad] * (width - len(request.ids)) + list(request.ids) for request in requests]
         mask = [[0] * (width - len(request.ids)) + [1] * len(request.ids) for request in requests]
@@ -53,9 +72,6 @@ class GenerateEngine:
         eos = bool(ids) and ids[-1] == self.tokenizer.eos_token_id
         finish = "eos" if eos else "stop" if stopped else "length"
         return TurnOutput(ids, [int(Origin.SAMPLED)] * len(ids), [float("nan")] * len(ids), [], finish)
-
-    def release(self, sessions: Sequence[int]) -> None:
-        """Nothing is kept."""
 
 
 def rollout_case(
