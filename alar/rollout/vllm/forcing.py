@@ -161,7 +161,7 @@ class BlockForcer(LogitsProcessor):
             chosen = torch.where(torch.tensor(drawn, device=self.device), sampled, chosen)
         given = torch.tensor([forced.get(index, -1) for index in decided], device=self.device)
         chosen = torch.where(given >= 0, given, chosen)
-        self._record(decided, rows, logprobs.gather(1, chosen[:, None])[:, 0])
+        self._record(decided, rows, forced, logprobs.gather(1, chosen[:, None])[:, 0])
         writes = [i for i, (index, row) in enumerate(zip(decided, rows)) if row.temperature > 0 or index in forced]
         others = [index for index in forced if not self.rows[index].decided]
         if writes or others:
@@ -169,7 +169,7 @@ class BlockForcer(LogitsProcessor):
             ids = torch.cat([ids, torch.tensor([forced[i] for i in others], dtype=torch.long, device=self.device)])
             self._force(logits, [decided[i] for i in writes] + others, ids)
 
-    def _record(self, decided: list[int], rows: list[Row], logprobs: Tensor) -> None:
+    def _record(self, decided: list[int], rows: list[Row], forced: dict[int, int], logprobs: Tensor) -> None:
         latent = self.codec.latent_token_id
         fed = None
         for place, (index, row) in enumerate(zip(decided, rows)):
@@ -177,6 +177,8 @@ class BlockForcer(LogitsProcessor):
                 continue
             # A chunk that does not finish the context passes here too: what it leaves is overwritten by the last one.
             row.record.logprobs[len(row.outputs)] = (logprobs, place)
+            if index in forced:
+                row.record.forced.add(len(row.outputs))
             if row.outputs and row.outputs[-1] == latent and self.shared.step is not None:
                 fed = self.shared.step.latents.clone() if fed is None else fed
                 row.record.latents[len(row.outputs) - 1] = (fed, index)

@@ -23,21 +23,23 @@ class Step:
 
 
 class Record:
-    """By output index: (tensor, row) of the log-prob of the chosen token, and of z of a latent position."""
+    """By output index: (tensor, row) of the log-prob of the chosen token, and of z of a latent position; which were forced."""
 
-    __slots__ = ("logprobs", "latents")
+    __slots__ = ("logprobs", "latents", "forced")
 
     def __init__(self):
         self.logprobs: dict[int, tuple[Tensor, int]] = {}
         self.latents: dict[int, tuple[Tensor, int]] = {}
+        self.forced: set[int] = set()
 
     def fetch(self) -> dict:
-        """Plain values: {"logprobs": [float], "positions": [int], "latents": float32 bytes in row-major order}."""
+        """Plain values: {"logprobs": [float], "forced": [int], "positions": [int], "latents": float32 bytes, row-major}."""
         logprobs = _gather([self.logprobs[index] for index in sorted(self.logprobs)])
         positions = sorted(self.latents)
         latents = _gather([self.latents[index] for index in positions])
         return {
             "logprobs": [] if logprobs is None else logprobs.tolist(),
+            "forced": sorted(self.forced),
             "positions": positions,
             "latents": b"" if latents is None else latents.numpy().tobytes(),
         }
