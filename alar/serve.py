@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from alar.rollout.vllm.checks import FORCER, ROOM, SCHEDULERS, WORKER, EngineRefused, require_vllm
+from alar.rollout.vllm.checks import FORCER, ROOM, SCHEDULERS, WORKER, EngineRefused, require_entry_point, require_vllm
 
 MIDDLEWARE = f"{ROOM}.history.LatentHistory"
 OURS = ("--scheduler-cls", "--logits-processors", "--worker-extension-cls", "--model", "--async-scheduling", "--no-async-scheduling")
@@ -44,6 +44,7 @@ def server_arguments(argv: list[str]) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     try:
         require_vllm()
+        require_entry_point()
         arguments = server_arguments(sys.argv[1:] if argv is None else argv)
     except EngineRefused as error:
         raise SystemExit(f"alar.serve: {error}") from None

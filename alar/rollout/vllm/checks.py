@@ -14,6 +14,7 @@ ROOM = "alar.rollout.vllm"
 SCHEDULERS = {True: f"{ROOM}.scheduler.LatentAsyncScheduler", False: f"{ROOM}.scheduler.LatentScheduler"}
 FORCER = f"{ROOM}.forcing:BlockForcer"
 WORKER = f"{ROOM}.worker.LatentWorker"
+PLUGIN = f"{ROOM}.plugin:register"
 SERVE = "start the server with `python -m alar.serve FOLDER`, or build the engine with alar.rollout.vllm.VLLMEngine"
 
 
@@ -40,6 +41,16 @@ def require_vllm() -> None:
         raise EngineRefused(
             f"vLLM {found} is installed, but latent blocks are verified on {', '.join(TESTED_VLLM)} only. "
             f"Install that version with: {INSTALL} (on GPUs: pip install vllm=={TESTED_VLLM[-1]})"
+        )
+
+
+def require_entry_point() -> None:
+    """Raise EngineRefused unless vLLM's further processes will find ALAR's plugin; they know installed packages only."""
+    found = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if not any(point.value == PLUGIN for point in found):
+        raise EngineRefused(
+            "alar is not installed here, or was installed before it had its vLLM plugin, so that vLLM's other processes would "
+            "not know its models. Install it with: python -m pip install --no-deps -e . (in the folder of pyproject.toml)"
         )
 
 

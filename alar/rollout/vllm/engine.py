@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 from pathlib import Path
 from typing import Sequence
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from alar.records import Origin
 from alar.rollout.engine import Sampling, TurnOutput, TurnRequest, TurnWriter
-from alar.rollout.vllm.checks import engine_arguments, require_vllm
+from alar.rollout.vllm.checks import engine_arguments, require_entry_point, require_vllm
 
 NAN = float("nan")
 
@@ -34,6 +35,8 @@ class VLLMEngine:
 
     def __init__(self, folder: str | Path, *, async_scheduling: bool = True, **arguments):
         require_vllm()
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0":
+            require_entry_point()
         from vllm import LLM
         from vllm.platforms import current_platform
 
