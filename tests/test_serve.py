@@ -157,6 +157,7 @@ def test_a_streamed_answer_is_remembered_too(served):
             "did not write",
         ),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "<|latent|>"}]}, "cannot be sent as text"),
+        ("/v1/responses", {"input": "x"}, "use /v1/chat/completions"),
         ("/v1/completions", {"prompt": "a<latent>••••</latent>b"}, "plain bullets"),
         ("/v1/completions", {"prompt": "a", "vllm_xargs": {"latent_mode": "always"}}, "expected one of free"),
     ],

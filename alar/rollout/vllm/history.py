@@ -34,6 +34,10 @@ AS_TEXT = (
     "ids that the answer had (return_token_ids), or use /v1/chat/completions"
 )
 
+# These endpoints keep or render histories in ways of their own, which would put latent blocks back as text.
+NOT_SERVED = ("/v1/responses", "/v1/messages", "/v1/chat/completions/batch")
+ELSEWHERE = "this endpoint cannot rebuild latent blocks of a history; use /v1/chat/completions, or /v1/completions with token ids"
+
 
 class HistoryRefused(ValueError):
     """A history that cannot be fed as it was; the message says what to send instead."""
@@ -124,7 +128,9 @@ class LatentHistory:
             if self.memory is None:
                 self._connect(scope["app"].state)
             if scope["path"].startswith("/latents/") and scope["method"] == "GET":
-                return await self._latents(scope, send)
+                return await self._latents(scope["path"].removeprefix("/latents/"), send)
+            if scope["path"].startswith(NOT_SERVED):
+                return await _reply(send, 400, {"error": {"message": ELSEWHERE, "type": "BadRequestError", "code": 400}})
         return await self.app(scope, receive, send)
 
     def _connect(self, state) -> None:
@@ -180,16 +186,18 @@ class LatentHistory:
 
         return completion
 
-    async def _latents(self, scope, send) -> None:
+    async def _latents(self, key: str, send) -> None:
         import numpy as np
 
-        key = scope["path"].removeprefix("/latents/")
         record = (await self.engine.collective_rpc("latent_records", args=([key],)))[0][0]
         if record is None:
-            status, body = 404, {"error": f"nothing is recorded under {key!r}: it was never asked for, or fetched already"}
-        else:
-            z = np.frombuffer(record["latents"], np.float32).reshape(-1, self.width)
-            status, body = 200, {**record, "latents": z.tolist()}
-        headers = [(b"content-type", b"application/json")]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+            message = f"nothing is recorded under {key!r}: it was never asked for, or fetched already"
+            return await _reply(send, 404, {"error": {"message": message, "type": "NotFoundError", "code": 404}})
+        z = np.frombuffer(record["latents"], np.float32).reshape(-1, self.width)
+        await _reply(send, 200, {**record, "latents": z.tolist()})
+
+
+async def _reply(send, status: int, body: dict) -> None:
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(body).encode()})
