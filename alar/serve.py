@@ -16,7 +16,9 @@ from pathlib import Path
 from alar.rollout.vllm.checks import FORCER, ROOM, SCHEDULERS, WORKER, EngineRefused, require_entry_point, require_vllm
 
 MIDDLEWARE = f"{ROOM}.history.LatentHistory"
-OURS = ("--scheduler-cls", "--logits-processors", "--worker-extension-cls", "--model", "--async-scheduling", "--no-async-scheduling")
+OURS = (
+    "--model", "--scheduler-cls", "--logits-processors", "--worker-extension-cls", "--async-scheduling", "--no-async-scheduling"
+)
 
 
 def server_arguments(argv: list[str]) -> list[str]:

@@ -44,7 +44,10 @@ def test_importing_the_package_and_the_rollout_does_not_import_vllm():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("found, message", [(None, "vLLM is not installed.*--install engines"), ("0.24.0", "0.24.0 is installed.*0.30.0 only")])
+@pytest.mark.parametrize(
+    "found, message",
+    [(None, "vLLM is not installed.*--install engines"), ("0.24.0", "0.24.0 is installed.*0.30.0 only")],
+)
 def test_a_missing_or_unknown_vllm_is_refused_with_the_command_that_installs_it(monkeypatch, found, message):
     monkeypatch.setattr(checks, "vllm_version", lambda: found)
     import alar.rollout.vllm as room
@@ -105,14 +108,15 @@ def test_an_echoed_answer_is_replaced_by_its_ids_whatever_its_tokenisation(codec
     odd = [codec.untrusted(character)[0] for character in "answer"]  # not what the tokenizer would make of it
     ids = codec.separator + codec.latent_open + [codec.latent_token_id] * 4 + codec.latent_close + odd
     memory.remember("\n\n<latent></latent>answer", [*ids, codec.tokenizer.eos_token_id])
-    for echo in ("\n\n<latent></latent>answer", "<latent>••••</latent>answer ", [{"type": "text", "text": "<latent></latent>answer"}]):
+    parts = [{"type": "text", "text": "<latent></latent>answer"}]
+    for echo in ("\n\n<latent></latent>answer", "<latent>••••</latent>answer ", parts):
         history = [{"role": "user", "content": "a •"}, {"role": "assistant", "content": echo}, {"role": "user", "content": "b"}]
         messages, found = memory.placeholders(history)
         rendered = codec.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         prompt = memory.splice(rendered, found)
         before = codec.trusted("<|im_start|>user\na •<|im_end|>\n<|im_start|>assistant\n")
-        assert prompt[: len(before) + len(ids)] == before + ids
-        assert prompt[len(before) + len(ids) :] == codec.trusted("<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
+        after = codec.trusted("<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
+        assert prompt == before + ids + after
 
 
 @pytest.mark.parametrize(

@@ -121,14 +121,32 @@ class Bench:
 
         model._remember = forgetful
 
-    def time_steps(self, prompts, tokens, extra):
-        """Seconds of processor time of one greedy run."""
-        from vllm import SamplingParams
+    def overhead(self, base, folder, batch, tokens, extra, pairs):
+        """Processor time of this engine over plain vLLM's on the same trunk, for interleaved pairs of greedy runs."""
+        from vllm import LLM, SamplingParams
 
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra)
-        began = time.process_time()
-        self.engine.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-        return time.process_time() - began
+        settings = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": batch, "block_size": 32}
+        settings |= {"enable_prefix_caching": False, "enforce_eager": True, "skip_tokenizer_init": True}
+        self.stop()
+        plain = LLM(str(base), **settings)
+        self.start(folder, **settings)
+        prompts = [{"prompt_token_ids": list(range(300 + row, 340 + row))} for row in range(batch)]
+
+        def seconds(llm, extra_args):
+            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra_args)
+            began = time.process_time()
+            llm.generate(prompts, params, use_tqdm=False)
+            return time.process_time() - began
+
+        runs = [lambda: seconds(plain, None), lambda: seconds(self.engine.llm, extra)]
+        for run in runs:
+            run()
+        ratios = []
+        for pair in range(pairs):
+            first = pair % 2  # each goes first in half of the pairs
+            taken = {index: runs[index]() for index in (first, 1 - first)}
+            ratios.append(taken[1] / taken[0])
+        return ratios
 
 
 def main(address: str) -> None:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def inverse_cdf(
-    probabilities: Float[Tensor, "rows vocabulary"], draws: Float[Tensor, "rows"], top_p: float | Float[Tensor, "rows"] = 1.0
-) -> Int[Tensor, "rows"]:
+    probabilities: Float[Tensor, "rows vocabulary"], draws: Float[Tensor, " rows"], top_p: float | Float[Tensor, " rows"] = 1.0
+) -> Int[Tensor, " rows"]:
     """Invert the cumulative distribution at `draws` in [0, 1), within the smallest set of tokens that holds `top_p`."""
     nucleus = torch.as_tensor(top_p, dtype=probabilities.dtype, device=probabilities.device).reshape(-1, 1)
     if bool((nucleus < 1.0).any()):

@@ -94,7 +94,7 @@ class BlockForcer(LogitsProcessor):
         if options.record and params.n > 1:
             raise ValueError(f"latent_record with n = {params.n}: a record belongs to one sample; send n requests")
         if params.seed is not None and params.temperature > 0 and not plain(params) and current_platform.is_cpu():
-            raise ValueError("seed on a CPU goes with temperature and top_p only: leave top_k, min_p and penalties at their defaults")
+            raise ValueError("seed on a CPU goes with temperature and top_p only: leave top_k, min_p and penalties out")
 
     def is_argmax_invariant(self) -> bool:
         return False
