@@ -49,6 +49,7 @@ class LatentModel:
         inputs = torch.zeros(self.tokens + 1, config.hidden_size, dtype=weight.dtype, device=weight.device)
         self.register_buffer("inputs", inputs, persistent=False)  # the last row takes what no request asked for
         self.cache_config = vllm_config.cache_config
+        self.blueprints: dict[str, tuple] | None = None
         self.rows: BlockRows | None = None
         self.step = Step(scheduling.max_num_seqs, config.hidden_size, weight.dtype, weight.device)
         self.eager_checks = weight.device.type == "cpu"  # looking at values costs no synchronisation there
@@ -57,6 +58,7 @@ class LatentModel:
     def load_weights(self, weights) -> set[str]:
         """Trunk by vLLM's loader, projector here. Raises ValueError when the projector is not whole, as
         `alar.model.load` does: nothing is ever filled in."""
+        self._unpack()
         projector: dict[str, Tensor] = {}
 
         def trunk():
@@ -72,6 +74,22 @@ class LatentModel:
             what = f"{', '.join(missing)} missing" if missing else f"{', '.join(unexpected)} unexpected"
             raise ValueError(f"the checkpoint's projector does not fit: {what}; save the model again with alar.model.save")
         return loaded | {f"projector.{name}" for name, _ in self.projector.named_parameters()}
+
+    def _unpack(self) -> None:
+        """Make every weight loadable again: on a CPU vLLM keeps matrices packed for oneDNN and drops the originals."""
+        if self.blueprints is None:
+            weights = {name: module._parameters.get("weight") for name, module in self.named_modules()}
+            self.blueprints = {
+                name: (type(weight), weight.shape, weight.dtype, weight.device, dict(vars(weight)))
+                for name, weight in weights.items()
+                if weight is not None
+            }
+        for name, (kind, shape, dtype, device, attributes) in self.blueprints.items():
+            module = self.get_submodule(name)
+            if module.weight.numel() == 0:
+                weight = torch.Tensor._make_subclass(kind, torch.empty(shape, dtype=dtype, device=device), False)
+                vars(weight).update(attributes)
+                module.weight = weight
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         """Logits of the policy: the latent id and the spare rows after it can never be chosen."""

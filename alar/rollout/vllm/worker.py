@@ -27,6 +27,7 @@ class LatentWorker:
         Raises ValueError if its architecture, K, latent id or projector differ. The caller resets the prefix cache.
         """
         from safetensors import safe_open
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         ours = self.vllm_config.model_config.hf_config
@@ -42,4 +43,7 @@ class LatentWorker:
                     for key in tensors.keys():
                         yield key, tensors.get_tensor(key)
 
-        return len(self.get_model().load_weights(weights()))
+        model = self.get_model()
+        loaded = model.load_weights(weights())
+        process_weights_after_loading(model, self.vllm_config.model_config, self.device)
+        return len(loaded)
