@@ -1,6 +1,8 @@
 """Fixtures that several test modules share. Other helpers live in the module that uses them."""
 
+import os
 import sys
+import tomllib
 from pathlib import Path
 
 import nbformat
@@ -24,6 +26,20 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def repository() -> Path:
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def installed_path(repository, tmp_path_factory) -> str:
+    """PYTHONPATH under which this checkout counts as installed, so that vLLM's processes find its plugin."""
+    project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    folder = tmp_path_factory.mktemp("installed")
+    info = folder / f"{project['name']}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    points = project["entry-points"].items()
+    lines = [line for group, names in points for line in (f"[{group}]", *(f"{k} = {v}" for k, v in names.items()))]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return os.pathsep.join([str(folder), str(repository)])
 
 
 @pytest.fixture

@@ -1,0 +1,203 @@
+"""Chat histories with latent blocks, for the OpenAI-compatible server: rebuilt from ids, or refused with a reason.
+
+A chat client sends back what it was shown: text, in which a latent block is `<latent></latent>` or `<latent>••••</latent>`.
+Feeding that text would put plain bullets where thoughts were. So the server remembers the ids of every answer that holds a
+block, under the text it was shown as. When the answer comes back in an assistant message, the message is rendered as one
+`<|latent|>`, a special token of its own, which is then replaced by the remembered ids. z are recomputed from the ids by the
+engine. An assistant message with a block that this server did not write is refused; so is `<|latent|>` in any text.
+
+The class `LatentHistory` is an ASGI middleware, set by `alar.serve`; the rest is plain Python.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from typing import Sequence
+
+from alar import protocol
+from alar.rollout.codec import Codec
+
+_BLOCK = re.compile(
+    f"{protocol.LATENT_OPEN}(?:{protocol.BULLET}|{re.escape(protocol.LATENT_TOKEN)}|\\s)*{protocol.LATENT_CLOSE}"
+)
+EMPTY = protocol.LATENT_OPEN + protocol.LATENT_CLOSE
+UNKNOWN = (
+    "an assistant message holds a latent block that this server did not write, or wrote too long ago, or whose text was "
+    "changed. Its thoughts cannot be rebuilt from bullets. Send the message exactly as it was received, or leave it out, or "
+    "use /v1/completions with the token ids that the answer had (return_token_ids)"
+)
+RESERVED = f"{protocol.LATENT_TOKEN} stands for a thought and cannot be sent as text; remove it, or send token ids"
+AS_TEXT = (
+    "the prompt holds a latent block as text, which would be fed as plain bullets. Send the prompt as token ids, with the "
+    "ids that the answer had (return_token_ids), or use /v1/chat/completions"
+)
+
+# These endpoints keep or render histories in ways of their own, which would put latent blocks back as text.
+NOT_SERVED = ("/v1/responses", "/v1/messages", "/v1/chat/completions/batch")
+ELSEWHERE = "this endpoint cannot rebuild latent blocks of a history; use /v1/chat/completions, or /v1/completions with token ids"
+
+
+class HistoryRefused(ValueError):
+    """A history that cannot be fed as it was; the message says what to send instead."""
+
+
+class BlockMemory:
+    """Ids of answers by the text they were shown as; the least recently used are dropped beyond `capacity`."""
+
+    def __init__(self, codec: Codec, capacity: int = 20000):
+        self.codec, self.capacity = codec, capacity
+        self.answers: OrderedDict[str, list[int]] = OrderedDict()
+
+    @staticmethod
+    def shown(text: str) -> str:
+        """One form for all ways of showing a block, and for clients that trim."""
+        return _BLOCK.sub(EMPTY, text).strip()
+
+    def remember(self, text: str, ids: Sequence[int]) -> None:
+        """Keep an answer's ids, less the token that ended it; answers without a block are not kept."""
+        if self.codec.latent_token_id not in ids:
+            return
+        ids = list(ids)
+        if ids[-1] == self.codec.tokenizer.eos_token_id:
+            ids.pop()
+        key = self.shown(text)
+        self.answers[key] = ids
+        self.answers.move_to_end(key)
+        while len(self.answers) > self.capacity:
+            self.answers.popitem(last=False)
+
+    def placeholders(self, messages: Sequence[dict]) -> tuple[list[dict], list[list[int]]]:
+        """Messages with every remembered answer replaced by one `<|latent|>`, and the ids of each. Raises HistoryRefused."""
+        rendered, found = [], []
+        for message in messages:
+            text = message_text(message)
+            if protocol.LATENT_TOKEN in text and message.get("role") != "assistant":
+                raise HistoryRefused(RESERVED)
+            if message.get("role") == "assistant" and (_BLOCK.search(text) or protocol.LATENT_TOKEN in text):
+                ids = self.answers.get(self.shown(text))
+                if ids is None:
+                    raise HistoryRefused(UNKNOWN)
+                self.answers.move_to_end(self.shown(text))
+                found.append(ids)
+                message = {**message, "content": protocol.LATENT_TOKEN}
+            rendered.append(message)
+        return rendered, found
+
+    def splice(self, prompt: Sequence[int], found: Sequence[Sequence[int]]) -> list[int]:
+        """The rendered prompt with its placeholders replaced. Raises HistoryRefused if the template lost one."""
+        latent = self.codec.latent_token_id
+        if list(prompt).count(latent) != len(found):
+            raise HistoryRefused("the chat template leaves out or repeats earlier answers; send the history as token ids")
+        answers = iter(found)
+        return [token for piece in prompt for token in (next(answers) if piece == latent else (piece,))]
+
+
+def message_text(message: dict) -> str:
+    """Text of a chat message: its content, or the text parts of it."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") if isinstance(part, dict) else str(part) for part in content)
+
+
+def refuse_text_blocks(prompt) -> None:
+    """Raise HistoryRefused for a text prompt, or one of several, with a latent block in it; ids may pass."""
+    if isinstance(prompt, str):
+        if protocol.LATENT_TOKEN in prompt or _BLOCK.search(prompt):
+            raise HistoryRefused(AS_TEXT)
+    elif isinstance(prompt, (list, tuple)):
+        for part in prompt:
+            if not isinstance(part, int):
+                refuse_text_blocks(part)
+
+
+class LatentHistory:
+    """ASGI middleware: connects a `BlockMemory` with the server's renderer and engine, and answers GET /latents/KEY.
+
+    /latents/KEY gives, once, what a request with `vllm_xargs: {"latent_record": KEY}` left: the log-prob of every token of
+    the answer, which were forced, and z (positions × hidden size) of the latent ones.
+    """
+
+    def __init__(self, app):
+        self.app, self.memory = app, None
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] == "http":
+            if self.memory is None:
+                self._connect(scope["app"].state)
+            if scope["path"].startswith("/latents/") and scope["method"] == "GET":
+                return await self._latents(scope["path"].removeprefix("/latents/"), send)
+            if scope["path"].startswith(NOT_SERVED):
+                return await _reply(send, 400, {"error": {"message": ELSEWHERE, "type": "BadRequestError", "code": 400}})
+        return await self.app(scope, receive, send)
+
+    def _connect(self, state) -> None:
+        from alar.rollout.vllm.turns import codec_of
+
+        engine, renderer = state.engine_client, state.online_renderer
+        self.engine, self.width = engine, engine.vllm_config.model_config.hf_config.hidden_size
+        self.memory = BlockMemory(codec_of(engine.vllm_config))
+        engine.generate = self._remembering(engine.generate)
+        renderer.render_chat = self._chat(renderer, renderer.render_chat)
+        renderer.render_completion = self._completion(renderer, renderer.render_completion)
+
+    def _remembering(self, generate):
+        async def remembering(*args, **kwargs):
+            texts: dict[int, str] = {}
+            ids: dict[int, list[int]] = {}
+            async for answer in generate(*args, **kwargs):
+                for part in answer.outputs:
+                    # Streams come in pieces, other answers whole; either way `texts` and `ids` end up whole.
+                    texts[part.index] = texts.get(part.index, "") + part.text
+                    ids.setdefault(part.index, []).extend(part.token_ids)
+                    if part.finish_reason is not None:
+                        self.memory.remember(texts[part.index], ids[part.index])
+                yield answer
+
+        return remembering
+
+    def _chat(self, renderer, render):
+        async def chat(request, **kwargs):
+            try:
+                given = request.messages
+                request.messages, found = self.memory.placeholders(given)
+                try:
+                    result = await render(request, **kwargs)
+                finally:
+                    request.messages = given
+                if found and isinstance(result, tuple):
+                    for prompt in result[1]:
+                        prompt["prompt_token_ids"] = self.memory.splice(prompt["prompt_token_ids"], found)
+                return result
+            except HistoryRefused as error:
+                return renderer.create_error_response(str(error))
+
+        return chat
+
+    def _completion(self, renderer, render):
+        async def completion(request, **kwargs):
+            try:
+                refuse_text_blocks(request.prompt)
+            except HistoryRefused as error:
+                return renderer.create_error_response(str(error))
+            return await render(request, **kwargs)
+
+        return completion
+
+    async def _latents(self, key: str, send) -> None:
+        import numpy as np
+
+        record = (await self.engine.collective_rpc("latent_records", args=([key],)))[0][0]
+        if record is None:
+            message = f"nothing is recorded under {key!r}: it was never asked for, or fetched already"
+            return await _reply(send, 404, {"error": {"message": message, "type": "NotFoundError", "code": 404}})
+        z = np.frombuffer(record["latents"], np.float32).reshape(-1, self.width)
+        await _reply(send, 200, {**record, "latents": z.tolist()})
+
+
+async def _reply(send, status: int, body: dict) -> None:
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(body).encode()})

@@ -1,0 +1,131 @@
+"""What a request says about its turn, and the `TurnWriter` that follows it; shared by scheduler and forcing.
+
+A request carries its options as flat `extra_args` of the sampling parameters (`vllm_xargs` in the OpenAI-compatible
+API):
+
+    latent_mode      free (default) · latent · think: the turn opens with that tag · off: `<latent>` stays plain text
+    latent_forced    token ids that open the turn
+    latent_written   how many ids at the end of the prompt already belong to the turn
+    latent_stops     strings that end the turn, outside of thoughts, as in the in-process engine
+    latent_record    a key under which log-probs and z are kept for `LatentWorker.latent_records`
+    latent_seed      set by the scheduler from `seed`; draws then depend on it and on the token's index only
+
+vLLM is not imported here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Mapping, Sequence
+
+from alar import protocol
+from alar.rollout.codec import Codec
+from alar.rollout.engine import Sampling, TurnRequest, TurnWriter
+
+MODES = ("free", "latent", "think", "off")
+ENDLESS = 1 << 40  # the token limit is vLLM's affair
+
+
+@dataclass(frozen=True)
+class TurnOptions:
+    mode: str = "free"
+    forced: tuple[int, ...] = ()
+    written: int = 0
+    stops: tuple[str, ...] = ()
+    record: str = ""
+    seed: int | None = None
+
+    @classmethod
+    def of(cls, extra_args: Mapping[str, Any] | None) -> TurnOptions:
+        """Raises ValueError that names the field."""
+        given = {key: value for key, value in (extra_args or {}).items() if key.startswith("latent_")}
+        if not given:
+            return DEFAULT
+        known = {f"latent_{name}" for name in cls.__annotations__}
+        for key in given:
+            if key not in known:
+                raise ValueError(f"{key}: unknown option of a request; known are {', '.join(sorted(known))}")
+        mode = given.get("latent_mode", "free")
+        if mode not in MODES:
+            raise ValueError(f"latent_mode {mode!r}: expected one of {', '.join(MODES)}")
+        forced, written = given.get("latent_forced", ()), given.get("latent_written", 0)
+        if any(not isinstance(token, int) or token < 0 for token in forced):
+            raise ValueError("latent_forced: expected a list of token ids")
+        if not isinstance(written, int) or written < 0:
+            raise ValueError(f"latent_written {written!r}: expected a number of tokens")
+        stops = given.get("latent_stops", ())
+        if isinstance(stops, str) or any(not isinstance(stop, str) or not stop for stop in stops):
+            raise ValueError("latent_stops: expected a list of strings")
+        return cls(mode, tuple(forced), written, tuple(stops), str(given.get("latent_record", "")), given.get("latent_seed"))
+
+
+DEFAULT = TurnOptions()
+
+
+def open_turn(codec: Codec, options: TurnOptions, prompt: Sequence[int]) -> TurnWriter | None:
+    """The writer of a turn that starts where `prompt` ends, less its last `latent_written` ids; None if nothing in the
+    turn can be forced or ended."""
+    allow_latent = options.mode != "off" and codec.latent_token_id is not None
+    if not (allow_latent or options.forced or options.stops or options.mode == "think"):
+        return None
+    start = len(prompt) - options.written
+    context, written = prompt[:start], list(prompt[start:])
+    forced = [*written, *options.forced]
+    if options.mode in ("latent", "think"):
+        forced += _opening(codec, options.mode, [*context[-8:], *forced])
+    request = TurnRequest(0, context, (), forced, allow_latent=allow_latent)
+    writer = TurnWriter(codec, request, Sampling(max_new_tokens=ENDLESS, stop=options.stops))
+    for token in written:
+        writer.push(token, 0.0)
+    return writer
+
+
+def _opening(codec: Codec, mode: str, before: Sequence[int]) -> list[int]:
+    """Separator and open tag, less what the text already ends in."""
+    text = codec.text(list(before))
+    tag, pieces = (
+        (protocol.LATENT_OPEN, codec.latent_open) if mode == "latent" else (protocol.THINK_OPEN, codec.think_open)
+    )
+    if text.endswith(tag):
+        return []
+    return (codec.separator if not text.endswith(protocol.BLOCK_SEPARATOR) else []) + pieces
+
+
+def problem_in_context(codec: Codec, ids: Sequence[int]) -> str:
+    """What is wrong with the latent blocks of a prompt, in words, or ""."""
+    latent, count = codec.latent_token_id, codec.num_latent
+    if latent is None or latent not in ids:
+        return ""
+    ids, start = list(ids), 0
+    while latent in ids[start:]:
+        start = ids.index(latent, start)
+        end = start
+        while end < len(ids) and ids[end] == latent:
+            end += 1
+        if end - start != count:
+            return f"a latent block at token {start} of the context has {end - start} positions, this checkpoint has K = {count}"
+        opened = codec.text(ids[max(0, start - 8) : start]).endswith(protocol.LATENT_OPEN)
+        if not opened or ids[end : end + len(codec.latent_close)] != codec.latent_close:
+            return (
+                f"the latent positions at token {start} of the context do not stand between {protocol.LATENT_OPEN} and "
+                f"{protocol.LATENT_CLOSE}: send whole blocks, with the token ids as they were returned"
+            )
+        start = end
+    return ""
+
+
+@lru_cache(maxsize=4)
+def _codec(tokenizer: str, revision: str | None, num_latent: int, latent_token_id: int | None) -> Codec:
+    from transformers import AutoTokenizer
+
+    return Codec(AutoTokenizer.from_pretrained(tokenizer, revision=revision), num_latent, latent_token_id)
+
+
+def codec_of(vllm_config) -> Codec:
+    """The codec of an engine's checkpoint; one for all parts that live in a process."""
+    model = vllm_config.model_config
+    config = model.hf_config
+    return _codec(
+        model.tokenizer, model.tokenizer_revision, getattr(config, "num_latent", 0), getattr(config, "latent_token_id", None)
+    )

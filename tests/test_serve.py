@@ -1,0 +1,237 @@
+"""`python -m alar.serve`: the OpenAI-compatible server on a random checkpoint, as a client sees it."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from alar.model import from_base, save
+from alar.rollout.codec import Codec
+from alar.rollout.hf import policy_logits
+from alar.rollout.vllm.checks import INSTALL, TESTED_VLLM, vllm_version
+
+pytestmark = [
+    pytest.mark.skipif(vllm_version() not in TESTED_VLLM, reason=f"vLLM {TESTED_VLLM[-1]} is not installed: {INSTALL}"),
+    pytest.mark.timeout(1200),
+]
+TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, tokenizer, installed_path):
+    """(address, model, codec, process) of a running server."""
+    folder = tmp_path_factory.mktemp("served")
+    torch.manual_seed(1)
+    base = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer) + 16, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=1024,
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    for parameter in base.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.1)
+    base.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    model, extended = from_base(folder / "base", num_latent=4, seed=3)
+    save(model, extended, folder / "latent")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": installed_path,
+    }
+    command = [
+        sys.executable, "-m", "alar.serve", str(folder / "latent"), "--host", "127.0.0.1", "--port", str(port),
+        "--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "32", "--block-size", "32",
+        "--served-model-name", "alar", "--max-num-batched-tokens", "512",
+    ]
+    log = (folder / "log").open("w+")
+    process = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(1200):
+            if process.poll() is not None:
+                pytest.fail(f"the server ended:\n{(folder / 'log').read_text()[-3000:]}")
+            try:
+                if httpx.get(f"{address}/health", timeout=5).status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.5)
+        else:
+            pytest.fail("the server did not start")
+        yield address, model, Codec.of(model, extended), process
+    finally:
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        for child in children:
+            if child.is_running():
+                child.kill()
+        log.close()
+
+
+def ask(address, path, **body):
+    answer = httpx.post(f"{address}{path}", json={"model": "alar", "temperature": 0, "max_tokens": TOKENS, **body}, timeout=300)
+    return answer.status_code, answer.json()
+
+
+def chat(address, messages, **body):
+    return ask(address, "/v1/chat/completions", messages=messages, return_token_ids=True, **body)
+
+
+@torch.no_grad()
+def greedy(model, codec, ids, mode="free", tokens=TOKENS):
+    """One full forward for every token, z recomputed by the model itself; the reference of this module."""
+    from alar.rollout.vllm.turns import TurnOptions, open_turn
+
+    writer, ids, start = open_turn(codec, TurnOptions.of({"latent_mode": mode}), ids), list(ids), len(ids)
+    while len(ids) - start < tokens or (writer and writer.forced()):
+        due = writer.forced() if writer else None
+        if due is None:
+            hidden = model.latent_states(torch.tensor([ids])).hidden[0, -1]
+            due = (int(policy_logits(model, hidden).argmax()),)
+        ids.append(due[0])
+        if writer:
+            writer.push(due[0], 0.0)
+        if due[0] == codec.tokenizer.eos_token_id:
+            break
+    return ids[start:]
+
+
+def test_a_chat_goes_on_from_the_ids_of_its_latent_blocks(served):
+    address, model, codec, _ = served
+    messages = [{"role": "user", "content": "What is Lima?"}]
+    status, first = chat(address, messages, vllm_xargs={"latent_mode": "latent"})
+    assert status == 200
+    choice = first["choices"][0]
+    ids, text = choice["token_ids"], choice["message"]["content"]
+    assert ids == greedy(model, codec, first["prompt_token_ids"], "latent") and ids.count(codec.latent_token_id) == 4
+    assert "<latent></latent>" in text
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "•?"}]
+    status, second = chat(address, messages)
+    kept = ids[:-1] if ids[-1] == codec.tokenizer.eos_token_id else ids
+    prompt = first["prompt_token_ids"] + kept
+    assert status == 200 and second["prompt_token_ids"][: len(prompt)] == prompt
+    assert second["choices"][0]["token_ids"] == greedy(model, codec, second["prompt_token_ids"])
+    messages[1]["content"] = text.replace("<latent></latent>", "<latent>••••</latent>")
+    assert chat(address, messages)[1]["choices"][0]["token_ids"] == second["choices"][0]["token_ids"]
+
+
+def test_a_streamed_answer_is_remembered_too(served):
+    address, _, codec, _ = served
+    messages, text = [{"role": "user", "content": "Stream"}], ""
+    body = {
+        "model": "alar", "messages": messages, "max_tokens": TOKENS, "temperature": 0, "stream": True,
+        "vllm_xargs": {"latent_mode": "latent"},
+    }
+    with httpx.stream("POST", f"{address}/v1/chat/completions", json=body, timeout=300) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                for choice in httpx.Response(200, content=line[6:]).json()["choices"]:
+                    text += choice["delta"].get("content") or ""
+    status, second = chat(address, [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": "x"}])
+    assert status == 200 and second["prompt_token_ids"].count(codec.latent_token_id) == 4
+
+
+@pytest.mark.parametrize(
+    "path, body, reason",
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "assistant", "content": "<latent>••••</latent>"}, {"role": "user", "content": "x"}]},
+            "did not write",
+        ),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "<|latent|>"}]}, "cannot be sent as text"),
+        ("/v1/responses", {"input": "x"}, "use /v1/chat/completions"),
+        ("/v1/completions", {"prompt": "a<latent>••••</latent>b"}, "plain bullets"),
+        ("/v1/completions", {"prompt": "a", "vllm_xargs": {"latent_mode": "always"}}, "expected one of free"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused_with_the_reason(served, path, body, reason):
+    status, answer = ask(served[0], path, **body)
+    assert status == 400 and reason in answer["error"]["message"]
+
+
+def test_a_context_with_a_broken_block_fails_its_request_only(served):
+    address, _, codec, _ = served
+    broken = codec.prompt("x") + codec.latent_open + [codec.latent_token_id] * 3 + codec.latent_close
+    status, answer = ask(address, "/v1/completions", prompt=broken)
+    assert status == 500
+    assert ask(address, "/v1/completions", prompt=codec.prompt("x"))[0] == 200
+
+
+def test_z_and_log_probs_are_fetched_once(served):
+    address, model, codec, _ = served
+    xargs = {"latent_mode": "latent", "latent_record": "first"}
+    _, answer = ask(address, "/v1/completions", prompt=codec.prompt("z"), vllm_xargs=xargs, return_token_ids=True)
+    ids = answer["choices"][0]["token_ids"]
+    record = httpx.get(f"{address}/latents/first").json()
+    with torch.no_grad():
+        states = model.latent_states(torch.tensor([codec.prompt("z") + ids]))
+    assert np.abs(np.array(record["latents"]) - states.latents.numpy()).max() <= 1e-4
+    opening = len(codec.separator + codec.latent_open)
+    block = opening + 4 + len(codec.latent_close)
+    assert record["positions"] == list(range(opening, opening + 4)) and record["forced"] == list(range(block))
+    assert httpx.get(f"{address}/latents/first").status_code == 404
+
+
+def many(address, model, codec, count, cancelled):
+    """Send `count` mixed requests at once, cancel some in flight; returns how many answers were not the reference's."""
+    modes = ("free", "latent", "think", "off")
+    prompts = [codec.prompt("Peru " * (index % 9)) + (codec.latent_open if index % 5 == 0 else []) for index in range(count)]
+
+    async def one(client, index):
+        body = {
+            "model": "alar", "prompt": prompts[index], "temperature": 0, "max_tokens": TOKENS, "return_token_ids": True,
+            "vllm_xargs": {"latent_mode": modes[index % 4]},
+        }
+        task = asyncio.create_task(client.post(f"{address}/v1/completions", json=body))
+        if index % (count // cancelled) == 1:
+            await asyncio.sleep(0.2 + 0.01 * index)
+            task.cancel()
+            return None
+        return (await task).json()["choices"][0]["token_ids"]
+
+    async def everything():
+        async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=count)) as client:
+            return await asyncio.gather(*(one(client, index) for index in range(count)))
+
+    wrong, references = 0, {}
+    for index, ids in enumerate(asyncio.run(everything())):
+        key = (tuple(prompts[index]), modes[index % 4])
+        if ids is not None:
+            if key not in references:
+                references[key] = greedy(model, codec, *key)
+            wrong += ids != references[key]
+    return wrong
+
+
+def test_concurrent_mixed_requests_with_some_cancelled_are_exact(served):
+    address, model, codec, _ = served
+    assert many(address, model, codec, 40, 4) == 0
+
+
+@pytest.mark.full
+def test_two_hundred_concurrent_requests_leave_memory_flat_over_five_rounds(served):
+    address, model, codec, process = served
+    sizes = []
+    for _ in range(5):
+        assert many(address, model, codec, 200, 20) == 0
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        sizes.append(sum(member.memory_info().rss for member in family))
+    assert sizes[-1] <= sizes[1] * 1.02

@@ -1,0 +1,180 @@
+"""What the vLLM room decides without vLLM: options of a request, contexts, chat histories, refusals, and its own absence."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from alar.rollout.codec import Codec
+from alar.rollout.sampling import inverse_cdf
+from alar.rollout.vllm import checks
+from alar.rollout.vllm.history import AS_TEXT, RESERVED, UNKNOWN, BlockMemory, HistoryRefused, refuse_text_blocks
+from alar.rollout.vllm.turns import TurnOptions, open_turn, problem_in_context
+from alar.serve import server_arguments
+
+
+@pytest.fixture(scope="module")
+def codec(tokenizer):
+    from copy import deepcopy
+
+    extended = deepcopy(tokenizer)
+    extended.add_special_tokens({"additional_special_tokens": ["<|latent|>"]})
+    return Codec(extended, 4, len(tokenizer))
+
+
+def written_by(codec, options, prompt, choices=(), limit=40):
+    """Ids of a turn in which the policy writes `choices`, as scheduler and forcing follow it."""
+    writer, choices, ids = open_turn(codec, TurnOptions.of(options), prompt), list(choices), []
+    while len(ids) < limit:
+        due = writer.forced()
+        if due is None and not choices:
+            break
+        ids.append(due[0] if due else choices.pop(0))
+        writer.push(ids[-1], 0.0)
+    return codec.text(ids), writer
+
+
+def test_importing_the_package_and_the_rollout_does_not_import_vllm():
+    code = (
+        "import sys, alar, alar.rollout, alar.rollout.loop, alar.rollout.hf, alar.evaluate, alar.rollout.vllm, alar.serve, "
+        "alar.rollout.vllm.turns, alar.rollout.vllm.history, alar.rollout.vllm.plugin\n"
+        "assert 'vllm' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "found, message",
+    [(None, "vLLM is not installed.*--install engines"), ("0.24.0", "0.24.0 is installed.*0.30.0 only")],
+)
+def test_a_missing_or_unknown_vllm_is_refused_with_the_command_that_installs_it(monkeypatch, found, message):
+    monkeypatch.setattr(checks, "vllm_version", lambda: found)
+    import alar.rollout.vllm as room
+
+    with pytest.raises(checks.EngineRefused, match=message):
+        room.VLLMEngine  # noqa: B018
+
+
+def test_modes_open_the_turn_and_do_not_repeat_what_the_prompt_ends_in(codec):
+    prompt = codec.prompt("x")
+    block = "<latent>••••</latent>"
+    assert written_by(codec, {"latent_mode": "latent"}, prompt)[0] == "\n\n" + block
+    assert written_by(codec, {"latent_mode": "latent"}, prompt + codec.separator)[0] == block
+    assert written_by(codec, {"latent_mode": "latent"}, prompt + codec.latent_open)[0] == "••••</latent>"
+    assert written_by(codec, {}, prompt + codec.latent_open)[0] == "••••</latent>"
+    assert written_by(codec, {"latent_mode": "think"}, prompt)[0] == "\n\n<think>"
+    assert written_by(codec, {}, prompt, codec.latent_open)[0] == block
+    assert open_turn(codec, TurnOptions.of({"latent_mode": "off"}), prompt) is None
+
+
+def test_written_ids_count_as_the_turns_own(codec):
+    opening = codec.separator + codec.think_open
+    prompt = codec.prompt("x") + opening
+    inside_a_thought = codec.untrusted("<search>a</search>")
+    _, writer = written_by(codec, {"latent_written": len(opening), "latent_stops": ["</search>"]}, prompt, inside_a_thought)
+    assert not writer.done  # the stop string stands in the thought that the written ids opened
+    _, writer = written_by(codec, {"latent_stops": ["</search>"]}, prompt, inside_a_thought)
+    assert writer.output.finish == "stop"
+
+
+@pytest.mark.parametrize(
+    "extra, message",
+    [
+        ({"latent_mode": "always"}, "latent_mode 'always': expected one of free"),
+        ({"latent_mod": "free"}, "latent_mod: unknown option"),
+        ({"latent_forced": ["a"]}, "latent_forced: expected a list of token ids"),
+        ({"latent_stops": "</search>"}, "latent_stops: expected a list"),
+        ({"latent_written": -1}, "latent_written -1"),
+    ],
+)
+def test_wrong_options_are_named(extra, message):
+    with pytest.raises(ValueError, match=message):
+        TurnOptions.of(extra)
+    assert TurnOptions.of({"other": 1}) == TurnOptions()
+
+
+def test_contexts_must_hold_whole_blocks(codec):
+    block = codec.latent_open + [codec.latent_token_id] * 4 + codec.latent_close
+    text = codec.prompt("a • and <latent>••••</latent>")
+    assert problem_in_context(codec, text) == problem_in_context(codec, text + block + text + block) == ""
+    assert "has 3 positions" in problem_in_context(codec, text + block[:-len(codec.latent_close) - 1] + text)
+    assert "do not stand between" in problem_in_context(codec, text + [codec.latent_token_id] * 4 + codec.latent_close)
+    assert "do not stand between" in problem_in_context(codec, text + block[: -len(codec.latent_close)])
+
+
+def test_an_echoed_answer_is_replaced_by_its_ids_whatever_its_tokenisation(codec):
+    memory = BlockMemory(codec)
+    odd = [codec.untrusted(character)[0] for character in "answer"]  # not what the tokenizer would make of it
+    ids = codec.separator + codec.latent_open + [codec.latent_token_id] * 4 + codec.latent_close + odd
+    memory.remember("\n\n<latent></latent>answer", [*ids, codec.tokenizer.eos_token_id])
+    parts = [{"type": "text", "text": "<latent></latent>answer"}]
+    for echo in ("\n\n<latent></latent>answer", "<latent>••••</latent>answer ", parts):
+        history = [{"role": "user", "content": "a •"}, {"role": "assistant", "content": echo}, {"role": "user", "content": "b"}]
+        messages, found = memory.placeholders(history)
+        rendered = codec.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        prompt = memory.splice(rendered, found)
+        before = codec.trusted("<|im_start|>user\na •<|im_end|>\n<|im_start|>assistant\n")
+        after = codec.trusted("<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
+        assert prompt == before + ids + after
+
+
+@pytest.mark.parametrize(
+    "message, reason",
+    [
+        ({"role": "assistant", "content": "<latent>••••</latent>made up"}, UNKNOWN),
+        ({"role": "assistant", "content": "<|latent|>"}, UNKNOWN),
+        ({"role": "user", "content": "<latent><|latent|></latent>"}, RESERVED),
+        ({"role": "tool", "content": "<|latent|>"}, RESERVED),
+    ],
+)
+def test_histories_that_cannot_be_rebuilt_are_refused_with_the_reason(codec, message, reason):
+    with pytest.raises(HistoryRefused) as refusal:
+        BlockMemory(codec).placeholders([{"role": "user", "content": "x"}, message])
+    assert str(refusal.value) == reason
+
+
+def test_a_users_text_may_speak_of_blocks(codec):
+    messages = [{"role": "user", "content": "what is <latent>••••</latent>?"}]
+    assert BlockMemory(codec).placeholders(messages) == (messages, [])
+
+
+def test_text_prompts_with_blocks_are_refused_and_ids_pass():
+    refuse_text_blocks(["plain <latent>", [1, 2, 3]])
+    refuse_text_blocks([1, 2])
+    for prompt in ("a<latent>••••</latent>", ["x", "<|latent|>"]):
+        with pytest.raises(HistoryRefused) as refusal:
+            refuse_text_blocks(prompt)
+        assert str(refusal.value) == AS_TEXT
+
+
+def test_the_memory_forgets_the_answers_that_were_used_longest_ago(codec):
+    memory, latent = BlockMemory(codec, capacity=2), codec.latent_token_id
+    for name in "abc":
+        memory.remember(f"<latent></latent>{name}", [latent, ord(name)])
+        if name == "b":
+            memory.placeholders([{"role": "assistant", "content": "<latent></latent>a"}])
+    assert [ids[1] for ids in memory.answers.values()] == [ord("a"), ord("c")]
+
+
+def test_the_server_sets_what_is_exact_and_lets_nobody_change_it(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "latent_qwen2"}')
+    arguments = server_arguments([str(tmp_path), "--port", "9000"])
+    assert checks.FORCER in arguments and checks.SCHEDULERS[True] in arguments and arguments[-2:] == ["--port", "9000"]
+    with pytest.raises(checks.EngineRefused, match="is set by alar.serve"):
+        server_arguments([str(tmp_path), "--scheduler_cls=x.Y"])
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(checks.EngineRefused, match="ordinary model"):
+        server_arguments([str(tmp_path)])
+    with pytest.raises(checks.EngineRefused, match="no checkpoint here"):
+        server_arguments([str(tmp_path / "absent")])
+
+
+def test_inverse_cdf_keeps_the_nucleus_of_each_row():
+    probabilities = torch.tensor([[0.1, 0.5, 0.4], [0.1, 0.5, 0.4], [0.1, 0.5, 0.4]])
+    draws = torch.tensor([0.05, 0.05, 0.999])
+    assert inverse_cdf(probabilities, draws).tolist() == [0, 0, 2]
+    assert inverse_cdf(probabilities, draws, torch.tensor([1.0, 0.5, 0.45])).tolist()[1:] == [1, 1]
+    many = torch.rand(4000, generator=torch.Generator().manual_seed(0))
+    share = inverse_cdf(probabilities[:1].expand(4000, 3), many, 0.85).bincount(minlength=3) / 4000
+    assert torch.allclose(share, torch.tensor([0.0, 5 / 9, 4 / 9]), atol=0.03)
