@@ -161,7 +161,7 @@ class Rl(Section):
     variant: Literal["published", "repaired"] = "repaired"
     credit: Literal["trajectory", "turn"] = "turn"
     explore_fraction: Share = 0.5  # of each group's rollouts, whose modes are drawn at random turn by turn
-    mode_weight: Annotated[float, Field(ge=0)] = 6.0
+    mode_weight: Annotated[float, Field(ge=0)] = 12.0
     latents: Literal["recomputed", "cached"] = "recomputed"
     trainable: Literal["lora", "full"] = "full"
     lora_rank: Count = 16

@@ -16,7 +16,7 @@ from typing import Sequence
 import numpy as np
 
 from alar.records import Origin
-from alar.rollout.engine import Sampling, TurnOutput, TurnRequest, TurnWriter
+from alar.rollout.engine import Engine, Sampling, TurnOutput, TurnRequest, TurnWriter
 from alar.rollout.vllm.checks import engine_arguments, require_entry_point, require_vllm
 
 NAN = float("nan")
@@ -26,7 +26,7 @@ class IntegrityError(RuntimeError):
     """A request failed because z could not be trusted, or its answer contradicts the rules of a block."""
 
 
-class VLLMEngine:
+class VLLMEngine(Engine):
     """`Engine` on a checkpoint folder, latent or not.
 
     `arguments` go to `vllm.LLM` and override the defaults, which suit small models on a CPU; on GPUs leave out
@@ -49,6 +49,7 @@ class VLLMEngine:
         self.config = self.llm.llm_engine.vllm_config
         self.codec = codec_of(self.config)
         self._keys = itertools.count()
+        self._written: dict[str, tuple[TurnRequest, Sampling]] = {}  # vLLM's request id → the turn being written
 
     def __enter__(self) -> VLLMEngine:
         return self
@@ -68,7 +69,14 @@ class VLLMEngine:
         cleanup_dist_env_and_memory()
 
     def release(self, sessions: Sequence[int]) -> None:
-        """Nothing to do: the prefix cache knows contexts by their ids and drops the least recently used."""
+        """Abort turns in the making. Contexts stay: the prefix cache knows them by their ids and drops the oldest."""
+        gone = set(sessions)
+        keys = [key for key, (request, _) in self._written.items() if request.session in gone]
+        if keys:
+            self.llm.llm_engine.abort_request(keys)
+            self._records(keys)
+        for key in keys:
+            del self._written[key]
 
     def reset(self) -> None:
         """Forget all cached contexts: call after the weights have changed."""
@@ -79,22 +87,37 @@ class VLLMEngine:
         self.llm.collective_rpc("latent_reload", args=(str(folder),))
         self.reset()
 
-    def generate(self, requests: Sequence[TurnRequest], sampling: Sampling) -> list[TurnOutput]:
-        if not requests:
-            return []
-        if len({request.session for request in requests}) != len(requests):
-            raise ValueError("two requests of one batch name the same session")
+    @property
+    def busy(self) -> bool:
+        return bool(self._written)
+
+    def submit(self, requests: Sequence[TurnRequest], sampling: Sampling) -> None:
+        sessions = [request.session for request in requests] + [request.session for request, _ in self._written.values()]
+        if len(set(sessions)) != len(sessions):
+            raise ValueError("two turns of one session are asked for at the same time")
         self._check_lengths(requests, sampling)
-        keys = [f"{request.session}.{next(self._keys)}" for request in requests]
-        prompts = [{"prompt_token_ids": [*map(int, request.ids), *map(int, request.forced)]} for request in requests]
-        params = [self._params(request, key, sampling) for request, key in zip(requests, keys)]
-        answers = self.llm.generate(prompts, params, use_tqdm=False)
-        records = self.llm.collective_rpc("latent_records", args=(keys,))[0]
-        return [self._replay(*row, sampling) for row in zip(requests, answers, records)]
+        for request in requests:
+            key = f"{request.session}.{next(self._keys)}"
+            prompt = {"prompt_token_ids": [*map(int, request.ids), *map(int, request.forced)]}
+            self.llm.llm_engine.add_request(key, prompt, self._params(request, key, sampling))
+            self._written[key] = (request, sampling)
+
+    def step(self) -> list[tuple[TurnRequest, TurnOutput]]:
+        ended = [answer for answer in self.llm.llm_engine.step() if answer.finished]
+        records = self._records([answer.request_id for answer in ended]) if ended else []
+        turns = []
+        for answer, record in zip(ended, records):
+            request, sampling = self._written.pop(answer.request_id)
+            turns.append((request, self._replay(request, answer, record, sampling)))
+        return turns
+
+    def _records(self, keys: list[str]) -> list[dict | None]:
+        """What the worker noted of these requests; it forgets them."""
+        return self.llm.collective_rpc("latent_records", args=(keys,))[0]
 
     def _check_lengths(self, requests: Sequence[TurnRequest], sampling: Sampling) -> None:
         limit = self.config.model_config.max_model_len
-        longest = max(len(request.ids) for request in requests) + sampling.max_new_tokens + self.codec.num_latent + 16
+        longest = max((len(request.ids) for request in requests), default=0) + sampling.max_new_tokens + self.codec.num_latent + 16
         if longest > limit:
             raise ValueError(
                 f"a context of {longest} tokens (prompt and new ones) exceeds the engine's {limit} positions: lower "
@@ -103,6 +126,7 @@ class VLLMEngine:
 
     def _params(self, request: TurnRequest, key: str, sampling: Sampling):
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         extra = {"latent_record": key, "latent_stops": list(sampling.stop)}
         if not request.allow_latent:
@@ -118,6 +142,7 @@ class VLLMEngine:
             stop_token_ids=[self.codec.tokenizer.eos_token_id],
             detokenize=False,
             extra_args=extra,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     def _replay(self, request: TurnRequest, answer, record: dict | None, sampling: Sampling) -> TurnOutput:
