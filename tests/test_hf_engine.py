@@ -14,6 +14,7 @@ from alar.rollout.engine import Sampling, TurnRequest, TurnWriter
 from alar.rollout.hf import HFEngine, inverse_cdf, policy_logits
 
 SAMPLING = Sampling(max_new_tokens=24, stop=("</search>",))
+SCHEDULES = 1000
 
 
 @torch.no_grad()
@@ -202,7 +203,11 @@ def schedule_pool(codec, rng) -> list[tuple[TurnRequest, Sampling]]:
 
 
 def near_tie(model, request: TurnRequest, output, sampling: Sampling) -> bool:
-    """Whether some token was chosen by a margin within 1e-4: of the two best log-probs, or of the draw and a threshold."""
+    """Whether some token was chosen by a margin within 1e-5: of the two best log-probs, or of the draw and a threshold.
+
+    Ten times stricter than what is promised: a flat distribution over 3000 ids has a threshold within 1e-4 of most draws,
+    and half of the requests would be exempt.
+    """
     ids = torch.tensor([[*request.ids, *output.ids]])
     z = torch.as_tensor(np.stack([*request.latents, *output.latents])) if len(request.latents) + len(output.latents) else None
     with torch.no_grad():
@@ -214,18 +219,18 @@ def near_tie(model, request: TurnRequest, output, sampling: Sampling) -> bool:
             continue
         if sampling.temperature == 0:
             best, second = row.topk(2).values
-            tie = best - second < 1e-4
+            tie = best - second < 1e-5
         else:
             ranked = row.double().exp()
             if sampling.top_p < 1:
                 ranked = ranked.sort(descending=True).values
                 before = ranked.cumsum(-1) - ranked
                 gaps = (ranked[:-1] - ranked[1:])[before[1:] < sampling.top_p]  # equal ids may change places
-                if (before - sampling.top_p).abs().min() < 1e-4 or (gaps < 1e-6).any():
+                if (before - sampling.top_p).abs().min() < 1e-5 or (gaps < 1e-6).any():
                     return True
                 ranked = ranked * (before < sampling.top_p)
             bounds = ranked.cumsum(-1)
-            tie = (bounds - draws.random() * bounds[-1]).abs().min() < 1e-4
+            tie = (bounds - draws.random() * bounds[-1]).abs().min() < 1e-5
         if tie:
             return True
     return False
@@ -241,15 +246,16 @@ def test_a_thousand_random_schedules_write_what_each_request_writes_alone(random
 
     first = [alone(*entry) for entry in pool]
     for (request, sampling), output in list(zip(pool, first))[:12]:  # a second turn that goes on from the first
-        observation = HFEngine(model, tokenizer).codec.observation(rng.choice(["\n\nLima •", "\n\n<information>so</information>"]))
+        seen = rng.choice(["\n\nLima •", "\n\n<information>so</information>"])
+        observation = Codec.of(model, tokenizer).observation(seen)
         context = [*request.ids, *output.ids, *observation]
         later = TurnRequest(request.session, context, output.latents, rng.choice([[], request.forced]), seed=request.seed + 99)
         pool.append((later, sampling))
     expected = first + [alone(*entry) for entry in pool[24:]]
     ties = [near_tie(model, request, output, sampling) for (request, sampling), output in zip(pool, expected)]
     engine, exceptions, compared = HFEngine(model, tokenizer, step_tokens=64), 0, 0
-    for _ in range(1000):
-        todo = rng.sample(range(24), rng.randint(2, 5))
+    for _ in range(SCHEDULES):
+        todo = rng.sample(range(24), rng.randint(2, 4))
         place, slots = {}, rng.randint(1, 4)
         while todo or engine.busy:
             while todo and len(place) < slots and rng.random() < 0.7:
@@ -267,7 +273,7 @@ def test_a_thousand_random_schedules_write_what_each_request_writes_alone(random
                 else:
                     assert ties[number], f"request {number} depends on its batch"
                     exceptions += 1
-                if number < 12 and rng.random() < 0.5:
+                if number < 12 and rng.random() < 0.3:
                     todo.append(24 + number)
                 else:
                     engine.release([request.session])
@@ -275,7 +281,7 @@ def test_a_thousand_random_schedules_write_what_each_request_writes_alone(random
             engine.reset()
         engine.release(range(24))
     print(f"{exceptions} exceptions among {compared} turns; {sum(ties)} of {len(ties)} requests have a near tie")
-    assert sum(ties) < len(ties) / 2
+    assert sum(ties) < len(ties) / 2 and exceptions <= compared / 100
 
 
 def test_the_rollouts_of_one_prompt_compute_it_once(random_model):
