@@ -11,7 +11,8 @@ from transformers import DynamicCache
 from alar.records import Origin
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Sampling, TurnRequest, TurnWriter
-from alar.rollout.hf import HFEngine, inverse_cdf, policy_logits
+from alar.rollout.hf import HFEngine, policy_logits
+from alar.rollout.sampling import inverse_cdf
 
 SAMPLING = Sampling(max_new_tokens=24, stop=("</search>",))
 SCHEDULES = 1000

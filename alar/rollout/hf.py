@@ -21,6 +21,7 @@ from alar.records import Origin
 from alar.rollout.cache import Packing, Slot, SlotCache, packed_attention
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Engine, Sampling, TurnOutput, TurnRequest, TurnWriter
+from alar.rollout.sampling import inverse_cdf
 
 MIN_SHARED = 16  # tokens that make it worth waiting one step for another row's keys
 
@@ -279,16 +280,3 @@ def choose(logits: Tensor, sampling: Sampling, draws: Sequence[float] | None) ->
     else:
         chosen = inverse_cdf(logprobs.exp(), torch.tensor(draws, device=logits.device), sampling.top_p)
     return chosen.tolist(), logprobs.gather(1, chosen[:, None])[:, 0].tolist()
-
-
-def inverse_cdf(probabilities: Tensor, draws: Tensor, top_p: float) -> Tensor:
-    """Sample by inverting the cumulative distribution: one uniform draw a row, whatever the rest of the batch is."""
-    if top_p < 1.0:
-        ranked, ids = probabilities.sort(dim=-1, descending=True)
-        ranked = ranked * ((ranked.cumsum(-1) - ranked) < top_p)
-    else:
-        ranked, ids = probabilities, None
-    cumulative = ranked.double().cumsum(-1)
-    column = torch.searchsorted(cumulative, (draws.double() * cumulative[:, -1])[:, None], right=True)
-    column = column.clamp(max=ranked.shape[-1] - 1)
-    return (column if ids is None else ids.gather(1, column))[:, 0]

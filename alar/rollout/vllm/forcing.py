@@ -5,8 +5,8 @@ all rows that have something to be forced. The latent id is never sampled: the m
 
 Two things are done here because the place is right:
 
-* Requests with a seed are drawn by inverting the cumulative distribution, with a number that depends on (seed, index of the
-  token) only. So a sample does not depend on the batch, on chunks or on preemption, and is the one `HFEngine` draws. (vLLM's
+* Requests with a seed are drawn by inverting the cumulative distribution, with a number that depends on (seed, how many
+  tokens the policy chose before it) only. So a sample does not depend on the batch, on chunks or on preemption, and is the one `HFEngine` draws. (vLLM's
   own generators rewind at a discarded chunk, which a CPU generator cannot do.)
 * A request whose chunk violated the model's checks gets a token that contradicts its block's grammar, from then on; the
   scheduler sees it and fails the request. Nothing waits for the device.
@@ -23,6 +23,7 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality, process_dict_updates
 
+from alar.records import Origin
 from alar.rollout.codec import Codec
 from alar.rollout.sampling import inverse_cdf
 from alar.rollout.vllm.records import Record, shared
@@ -67,8 +68,8 @@ class Row:
         return -1 if following is None else following[0]
 
     def draw(self) -> float:
-        """The uniform number of the next token: the n-th of the turn, however often it is asked for."""
-        index = self.options.written + len(self.outputs)
+        """The uniform number of the next token, if the n-th that the policy chooses in this turn: always the n-th number."""
+        index = self.writer.output.origins.count(Origin.SAMPLED)
         while len(self.draws) <= index:
             self.draws.append(self.random.random())
         return self.draws[index]
