@@ -21,7 +21,7 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM, Qwen3Confi
 from alar.model import embedded, from_base, load_base, save
 from alar.records import Origin
 from alar.rollout.codec import Codec
-from alar.rollout.engine import Sampling, TurnRequest
+from alar.rollout.engine import Engine, Sampling, TurnRequest
 from alar.rollout.hf import HFEngine, policy_logits
 from alar.rollout.loop import run
 from alar.rollout.vllm.checks import INSTALL, TESTED_VLLM, vllm_version
@@ -78,14 +78,21 @@ class Refused(Exception):
     """An error in the other process."""
 
 
-class Remote:
+class Remote(Engine):
     """The other process' engine with the interface that the agent loop uses."""
 
     def __init__(self, bench, codec):
         self.bench, self.codec = bench, codec
 
-    def generate(self, requests, sampling):
-        return self.bench.generate(list(requests), sampling)
+    @property
+    def busy(self):
+        return self.bench.busy()
+
+    def submit(self, requests, sampling):
+        self.bench.call("submit", list(requests), sampling)
+
+    def step(self):
+        return self.bench.call("step")
 
     def release(self, sessions):
         self.bench.call("release", list(sessions))
@@ -161,7 +168,7 @@ def decode_slowly(model, codec, request: TurnRequest, sampling: Sampling):
         queue += block
     while True:
         logits = policy_logits(model, hidden[0]) / (sampling.temperature or 1.0)
-        logp, draw = torch.log_softmax(logits, -1), rng.random()
+        logp = torch.log_softmax(logits, -1)
         if queue:
             token, kind = queue.pop(0)
         else:
@@ -170,7 +177,7 @@ def decode_slowly(model, codec, request: TurnRequest, sampling: Sampling):
                 top = logp.topk(2)
                 token, margin = top.indices[0].item(), (top.values[0] - top.values[1]).item()
             else:
-                edges = logp.exp().double().cumsum(0)
+                edges, draw = logp.exp().double().cumsum(0), rng.random()
                 token = int(torch.searchsorted(edges, draw * edges[-1], right=True))
                 margin = (edges - draw * edges[-1]).abs().min().item()
             margins.append(margin)

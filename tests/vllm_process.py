@@ -66,6 +66,9 @@ class Bench:
             rows.append((list(best.token_ids), best.finish_reason, best.stop_reason, picked))
         return rows
 
+    def busy(self):
+        return self.engine.busy
+
     def call(self, name, *args, **kwargs):
         return getattr(self.engine, name)(*args, **kwargs)
 
