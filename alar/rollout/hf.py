@@ -259,7 +259,8 @@ class HFEngine(Engine):
             elif not row.writer.done:
                 choosing.setdefault(row.sampling, []).append(index)
         for step, places in thinking.items():
-            z = self.model.model.projector(hidden[places], step).float().cpu().numpy()
+            z = self.model.model.projector(hidden[places], step)
+            z = z.to(torch.promote_types(z.dtype, torch.float32)).cpu().numpy()  # NumPy has no bfloat16
             for index, vector in zip(places, z):
                 rows[index].write(self.codec.latent_token_id, float("nan"), vector)
         for sampling, places in choosing.items():

@@ -83,7 +83,8 @@ def collate(examples: Sequence[Example], pad_token_id: int) -> dict[str, torch.T
 class SimilarBatches:
     """Batch sampler: shuffled, but each batch holds examples with equally many blocks and similar lengths.
 
-    Rows with different numbers of blocks would wait for each other in `latent_states`, as padding.
+    The latent steps of a batch run together, one call for all rows: with equally many blocks none of them runs for a few
+    rows only, and similar lengths keep the tables narrow.
     """
 
     def __init__(self, examples: Sequence[Example], batch_size: int, seed: int, pool: int = 16):
