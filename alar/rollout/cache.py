@@ -10,7 +10,6 @@ beginning can copy them.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Container, Iterator, Sequence
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-PACKED = "alar_packed_slots"
+SLOT_ATTENTION = "slots"  # its name in transformers
 SHELF = 128  # keys by which the shelves differ
 
 
@@ -131,7 +130,7 @@ class SlotCache:
         self.shelves.clear()
 
 
-class Packing:
+class StepLayout:
     """Where the N tokens of one step come from and what each may see.
 
     `entries` are (slot, count) in the order of the packed sequence: first the single tokens, in which the entries of each
@@ -193,19 +192,9 @@ class Packing:
         return output[None]
 
 
-def packed_slots(module, query, key, value, attention_mask, scaling=None, packing: Packing | None = None, **kwargs):
-    return packing.attend(module.layer_idx, query, key, value, scaling), None
+def slot_attention(module, query, key, value, attention_mask, scaling=None, *, layout: StepLayout, **kwargs):
+    """The function registered with transformers: (1, heads, N, D) → (1, N, heads, D)."""
+    return layout.attend(module.layer_idx, query, key, value, scaling), None
 
 
-AttentionInterface.register(PACKED, packed_slots)
-
-
-@contextmanager
-def packed_attention(model):
-    """Run `model` with attention over slots inside the block; every call must pass a `packing`."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = PACKED
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
+AttentionInterface.register(SLOT_ATTENTION, slot_attention)

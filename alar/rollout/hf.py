@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from alar.model.attention import attention_of
 from alar.records import Origin
-from alar.rollout.cache import Packing, Slot, SlotCache, packed_attention
+from alar.rollout.cache import SLOT_ATTENTION, Slot, SlotCache, StepLayout
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Engine, Sampling, TurnOutput, TurnRequest, TurnWriter
 from alar.rollout.sampling import inverse_cdf
@@ -201,7 +202,7 @@ class HFEngine(Engine):
         """Feed every row; returns the rows that have nothing left to feed and their hidden states (n, H)."""
         entries = self._entries()
         reserved, tokens, thoughts, last = self.codec.latent_token_id, [], [], []
-        packing = Packing([(row.slot, count) for row, count in entries], self.group, self.dtype, self.device)
+        layout = StepLayout([(row.slot, count) for row, count in entries], self.group, self.dtype, self.device)
         for row, count in entries:
             fed, row.feed = (row.feed, []) if count == len(row.feed) else (row.feed[:count], row.feed[count:])
             if row.thoughts and reserved in fed:
@@ -217,19 +218,19 @@ class HFEngine(Engine):
         embeddings = self.model.get_input_embeddings()(ids)  # (N, H)
         if thoughts:
             embeddings[ids == reserved] = torch.as_tensor(np.stack(thoughts)).to(embeddings)
-        with packed_attention(self.model):
+        with attention_of(self.model.config, SLOT_ATTENTION):
             hidden = self.model.model(
                 inputs_embeds=embeddings[None],
                 attention_mask={"full_attention": None},
-                position_ids=packing.positions,
+                position_ids=layout.positions,
                 use_cache=False,
-                packing=packing,
+                layout=layout,
             ).last_hidden_state[0]
         ready = [row for row, _ in entries if not row.feed]
         return ready, hidden if len(last) == len(tokens) else hidden[torch.tensor(last, dtype=torch.long, device=self.device)]
 
     def _entries(self) -> list[tuple[Row, int]]:
-        """(row, tokens to feed now), ordered as `Packing` likes it, with a place for every key."""
+        """(row, tokens to feed now), ordered as `StepLayout` likes it, with a place for every key."""
         budget = max(self.step_tokens, len(self.rows))
         spare = budget - len(self.rows)
         singles, chunks = {}, []
