@@ -58,11 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-f", "--parameters", metavar="FILE", help="flat YAML, as for papermill -f")
     parser.add_argument("--bfloat16", action="store_true", help="the trunk computes in bfloat16 (more than one process)")
     options = parser.parse_args(arguments)
+    if options.bfloat16 and num_processes() == 1:
+        parser.error("--bfloat16 is for several processes: start them with torchrun --nproc-per-node")
     values = parameters(options.stage, options.parameters)
     first = rank() == 0
     stage = runs.stage(options.stage, values["run_dir"], report_to=values["report_to"]) if first else None
     if first:  # checks that they are there, and notes them
-        stage.input(*INITIAL[options.stage]), stage.input("02_teacher_traces", "traces.jsonl")
+        stage.input(*INITIAL[options.stage])
+        stage.input("02_teacher_traces", "traces.jsonl")
     run_dir = runs.resolve(values["run_dir"])
     model, tokenizer = load(run_dir.joinpath(*INITIAL[options.stage]), num_latent=values.get("model_num_latent"))
     examples = examples_of(options.stage, values, run_dir / "02_teacher_traces" / "traces.jsonl", Codec.of(model, tokenizer))
