@@ -10,6 +10,10 @@ latent steps for all rows at once, each call attending to what earlier calls sto
 real token passes through the trunk once and padding never does; the hidden states of the calls are the result, so z in
 training is the z of decoding. Gradient checkpointing changes none of that.
 
+Under FSDP every call gathers weights from all ranks, forward and backward, so the ranks must make the same calls whatever
+blocks their rows have. They agree on the longest schedule, and a rank with a shorter one takes along a filler row, whose
+hidden states reach no loss.
+
 A third model family is one line, `family(its config, its causal LM)`, as at the end of this file: any decoder of
 transformers serves whose base model is `.model`, whose attention goes through `AttentionInterface` and whose layers all
 have full attention. List it in `alar.model.checkpoints.FAMILIES` for `from_base`.
@@ -22,15 +26,17 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from alar.model.attention import attention_of
 from alar.model.packed_attention import PACKED, PackedCall, PackedPass, attention_kind
-from alar.model.packing import Packing, pack, pack_text, sequence_ids
+from alar.model.packing import Packing, pack, pack_text, sequence_ids, with_filler
 from alar.model.projector import PROJECTORS
 
 LATENT_GRADIENTS = ("published", "full", "projector_only")
@@ -80,9 +86,14 @@ class LatentCausalLM:
         if latent_gradient not in LATENT_GRADIENTS:
             raise ValueError(f"latent_gradient {latent_gradient!r}: expected one of {', '.join(LATENT_GRADIENTS)}")
         sequences = sequence_ids(input_ids, attention_mask, segment_ids)
-        config = self.config
+        config, (rows, width) = self.config, input_ids.shape
         if latents is None:
-            packing = pack(input_ids, sequences, config.latent_token_id, config.num_latent)
+            blocks = (config.latent_token_id, config.num_latent)
+            packing = pack(input_ids, sequences, *blocks)
+            own, calls = packing.num_latents, self._most_calls(len(packing.calls))
+            if calls > len(packing.calls):
+                input_ids, sequences = with_filler(input_ids, sequences, *blocks, calls)
+                packing = pack(input_ids, sequences, *blocks)
         else:
             packing = pack_text(sequences)
         where = packing.where.to(input_ids.device)
@@ -92,8 +103,20 @@ class LatentCausalLM:
         hidden, fed = self._run(packing, embeddings, latent_gradient)
         table = hidden.new_zeros(input_ids.numel(), hidden.shape[1]).index_copy(0, where, hidden)
         if latents is None:
-            latents = fed[packing.latent_places().argsort().to(fed.device)]
-        return LatentStates(table.view(*input_ids.shape, -1), latents)
+            latents = fed[packing.latent_places().argsort()[:own].to(fed.device)]  # without the filler row's, the last ones
+        return LatentStates(table.view(*input_ids.shape, -1)[:rows, :width], latents)
+
+    @property
+    def _sharded(self) -> bool:
+        return isinstance(self.model.layers[0], FSDPModule)
+
+    def _most_calls(self, calls: int) -> int:
+        """The number of calls of the rank that has most, if the weights are sharded over the ranks."""
+        if not self._sharded:
+            return calls
+        most = torch.tensor(calls, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
 
     def _run(self, packing: Packing, embeddings: Tensor, latent_gradient: str) -> tuple[Tensor, Tensor]:
         """Hidden states (N, H) of all tokens and z of the latent ones, both in the order of the calls."""
@@ -156,7 +179,7 @@ class LatentCausalLM:
     ):
         """With `labels` the loss only, averaged over the labelled tokens (`num_items_in_batch` of them, if given);
         without, logits (B, T, V). Plain text without labels goes through the base class."""
-        plain = labels is None and segment_ids is None and not self._has_latents(input_ids)
+        plain = labels is None and segment_ids is None and not self._sharded and not self._has_latents(input_ids)
         if plain or inputs_embeds is not None or past_key_values is not None:
             return super().forward(
                 input_ids=input_ids,

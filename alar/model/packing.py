@@ -146,6 +146,22 @@ def pack(
     )
 
 
+def with_filler(
+    input_ids: Int[Tensor, "B T"], sequences: Int[Tensor, "B T"], latent_token_id: int | None, num_latent: int, calls: int
+) -> tuple[Int[Tensor, "B+1 W"], Int[Tensor, "B+1 W"]]:
+    """The batch with one more row, below the others, that takes part in each of `calls` calls with one token.
+
+    Every schedule is text, K latent steps, text, …, ended somewhere after a text or a block: the shorter of two is the
+    beginning of the longer, and a row of this kind makes them equal.
+    """
+    wider = max(0, calls - input_ids.shape[1])
+    table, owners = (torch.nn.functional.pad(x, (0, wider, 0, 1)) for x in (input_ids, sequences))  # id 0 is some text
+    owners[-1, :calls] = 1
+    if num_latent:
+        table[-1, :calls][torch.arange(calls, device=table.device) % (num_latent + 1) > 0] = latent_token_id
+    return table, owners
+
+
 def pack_text(sequences: Int[Tensor, "B T"]) -> Packing:
     """Every token in one call: text without blocks, or with the z of every latent position at hand."""
     rows = logical_rows(sequences)

@@ -59,7 +59,7 @@ class ConstantThoughts(_Float32):
         nn.init.normal_(self.vectors, std=1.0)
 
     def forward(self, hidden: Float[Tensor, "rows hidden"], step: int) -> Float[Tensor, "rows hidden"]:
-        return self.vectors[step].expand_as(hidden).to(hidden.dtype)
+        return self.vectors[step].to(hidden.dtype).repeat(len(hidden), 1)
 
 
 PROJECTORS = {"mlp": LatentProjector, "constant": ConstantThoughts}

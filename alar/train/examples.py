@@ -85,11 +85,18 @@ class SimilarBatches:
 
     The latent steps of a batch run together, one call for all rows: with equally many blocks none of them runs for a few
     rows only, and similar lengths keep the tables narrow.
+
+    Of several processes, each draws the same global batches, `batch_size` times `processes` similar examples, and yields
+    every `processes`-th example of them, from number `rank` on: all make the same number of steps, on rows that differ
+    little. Where the last examples do not suffice for all, a process without one repeats the first.
     """
 
-    def __init__(self, examples: Sequence[Example], batch_size: int, seed: int, pool: int = 16):
+    def __init__(
+        self, examples: Sequence[Example], batch_size: int, seed: int, pool: int = 16, *, rank: int = 0, processes: int = 1
+    ):
         self.shapes = [(example.num_blocks, len(example.ids)) for example in examples]
-        self.batch_size, self.seed, self.pool, self.epoch = batch_size, seed, pool, 0
+        self.batch_size, self.seed, self.pool, self.epoch = batch_size * processes, seed, pool, 0
+        self.rank, self.processes = rank, processes
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -107,4 +114,4 @@ class SimilarBatches:
             batches += [pool[i : i + self.batch_size] for i in range(0, len(pool), self.batch_size)]
         rng.shuffle(batches)
         self.epoch += 1
-        return iter(batches)
+        return (batch[self.rank :: self.processes] or batch[:1] for batch in batches)

@@ -1,6 +1,7 @@
 """Supervised stages (AASD and mode warm-up) on transformers' Trainer, with LoRA from peft or all weights.
 
 The projector is always trained in full, in float32. What comes back is an ordinary latent model: LoRA is merged.
+Under torchrun the weights are sharded over the processes (`alar.train.distributed`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from alar.train.distributed import collect, num_processes, sharded_copy
 from alar.train.examples import Example, SimilarBatches, collate
 
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -22,7 +24,10 @@ LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 @dataclass(frozen=True)
 class SupervisedConfig:
-    """Published values as defaults, but for the batch: 16 per device, one epoch, cosine with 3 % warm-up."""
+    """Published values as defaults, but for the batch: 16 per device, one epoch, cosine with 3 % warm-up.
+
+    `batch_size` is that of one process: a step of P processes is over P times as many examples.
+    """
 
     learning_rate: float = 1e-4
     epochs: float = 1.0
@@ -36,9 +41,9 @@ class SupervisedConfig:
     lora_alpha: int = 32
     seed: int = 0
 
-    def steps(self, examples: int) -> int:
+    def steps(self, examples: int, processes: int = 1) -> int:
         """Optimiser steps for so many examples."""
-        return max(1, round(self.epochs * examples / (self.batch_size * self.gradient_accumulation)))
+        return max(1, round(self.epochs * examples / (self.batch_size * self.gradient_accumulation * processes)))
 
 
 def trainable_model(model, trainable: str, *, lora_rank: int, lora_alpha: int, train_projector: bool = True):
@@ -71,14 +76,16 @@ class LatentTrainer(Trainer):
         self.examples, self.latent_gradient = examples, latent_gradient
 
     def get_train_dataloader(self) -> DataLoader:
-        sampler = SimilarBatches(self.examples, self.args.train_batch_size, self.args.seed)
-        loader = DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
-        return self.accelerator.prepare(loader)
+        share = {"rank": self.args.process_index, "processes": self.args.world_size}
+        sampler = SimilarBatches(self.examples, self.args.train_batch_size, self.args.seed, **share)
+        return DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         extra = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
         outputs = model(**inputs, latent_gradient=self.latent_gradient, **extra)
-        return (outputs.loss, outputs) if return_outputs else outputs.loss
+        # the labelled tokens are counted over all processes, whose gradients are then averaged
+        loss = outputs.loss * (self.args.world_size if extra else 1)
+        return (loss, outputs) if return_outputs else loss
 
 
 class _Report(TrainerCallback):
@@ -86,7 +93,7 @@ class _Report(TrainerCallback):
         self.log = log
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs and "loss" in logs:
+        if logs and "loss" in logs and state.is_world_process_zero:
             self.log(
                 {
                     "step": state.global_step,
@@ -99,12 +106,19 @@ class _Report(TrainerCallback):
 
 
 def train(
-    model, examples: Sequence[Example], pad_token_id: int, config: SupervisedConfig, *, log: Callable[[dict], None] = print
+    model,
+    examples: Sequence[Example],
+    pad_token_id: int,
+    config: SupervisedConfig,
+    *,
+    log: Callable[[dict], None] = print,
+    compute_dtype: torch.dtype | None = None,
 ):
     """Train a latent model on `examples`; returns it, merged and in eval mode.
 
     Examples longer than the model's positions, or without a token to learn, are refused rather than cut: a cut could
-    fall inside a latent block.
+    fall inside a latent block. Called by every process of a torchrun, it trains one model and gives it to all of them;
+    `compute_dtype` is then the trunk's in the calls (None: as stored), and the first process logs.
     """
     limit = model.config.max_position_embeddings
     for number, example in enumerate(examples):
@@ -116,27 +130,31 @@ def train(
     wrapped = trainable_model(
         model.train(), config.trainable, lora_rank=config.lora_rank, lora_alpha=config.lora_alpha
     )
-    steps = config.steps(len(examples))
+    processes = num_processes()
+    steps = config.steps(len(examples), processes)
     with tempfile.TemporaryDirectory() as scratch:
+        arguments = TrainingArguments(
+            output_dir=scratch,
+            use_cpu=processes > 1 and not torch.cuda.is_available(),  # or accelerate would not join the processes
+            per_device_train_batch_size=config.batch_size,
+            gradient_accumulation_steps=config.gradient_accumulation,
+            max_steps=steps,
+            learning_rate=config.learning_rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=int(config.warmup_ratio * steps),
+            weight_decay=config.weight_decay,
+            logging_steps=max(1, steps // 50),
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            seed=config.seed,
+            dataloader_num_workers=0,
+        )
+        trained = sharded_copy(wrapped, arguments.device, compute_dtype) if processes > 1 else wrapped
         trainer = LatentTrainer(
-            wrapped,
-            TrainingArguments(
-                output_dir=scratch,
-                per_device_train_batch_size=config.batch_size,
-                gradient_accumulation_steps=config.gradient_accumulation,
-                max_steps=steps,
-                learning_rate=config.learning_rate,
-                lr_scheduler_type="cosine",
-                warmup_steps=int(config.warmup_ratio * steps),
-                weight_decay=config.weight_decay,
-                logging_steps=max(1, steps // 50),
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-                remove_unused_columns=False,
-                seed=config.seed,
-                dataloader_num_workers=0,
-            ),
+            trained,
+            arguments,
             train_dataset=examples,
             data_collator=partial(collate, pad_token_id=pad_token_id),
             callbacks=[_Report(log)],
@@ -145,4 +163,6 @@ def train(
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
+    if trained is not wrapped:
+        collect(trained, wrapped)
     return merged(wrapped).requires_grad_(True).eval()

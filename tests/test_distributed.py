@@ -1,0 +1,130 @@
+"""FSDP over two gloo processes on the CPU equals one process, whatever blocks the rows of each rank have.
+
+One torchrun computes all cases (tests/distributed_ranks.py); a deadlock runs into its time limit.
+"""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+import yaml
+
+from alar import runs
+from alar.model import load, save
+from alar.model.packing import pack, sequence_ids, with_filler
+from alar.records import write_trajectories
+from alar.rollout.codec import Codec
+from alar.search.questions import solved_questions
+from alar.train.examples import Example, SimilarBatches, collate
+from alar.train.supervised import SupervisedConfig, train
+from tests.distributed_ranks import CASES, PAD, ROWS, TRAINING, example, training_examples
+from tests.test_examples import expert_trajectory
+
+
+def torchrun(*arguments, limit: int):
+    """Two processes; their output is shown where they fail, and they are ended after `limit` seconds."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(runs.repository())}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *map(str, arguments)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=runs.repository()
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the agent then ends its workers
+            output, _ = process.communicate()
+            pytest.fail(f"no end after {limit} s:\n{output[-4000:]}")
+    assert process.returncode == 0, output[-4000:]
+
+
+@pytest.fixture(scope="module")
+def ranks(random_model, tmp_path_factory):
+    """(what each rank found, the folder with the model and what was trained)."""
+    folder = tmp_path_factory.mktemp("ranks")
+    save(*random_model(), folder / "model")
+    torchrun("tests/distributed_ranks.py", folder, limit=240)
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)], folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradients_equal_one_process(ranks, case):
+    for found in ranks[0]:
+        assert found[case]["loss"] == pytest.approx(found[case]["expected_loss"], rel=1e-6)
+        assert found[case]["worst_gradient"] <= 1e-5, found[case]["worst_name"]
+        assert not found[case]["without_gradient"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_ranks_make_the_same_calls_in_the_same_order(ranks, case):
+    calls = [found[case]["calls"] for found in ranks[0]]
+    assert calls[0] == calls[1] and calls[0].count("projector") == 3 * 4
+
+
+def test_the_schedules_of_these_rows_differ_and_a_filler_row_makes_them_equal(random_model):
+    model, _ = random_model()
+    blocks = (model.config.latent_token_id, model.config.num_latent)
+    tables = [collate([example(model, *row, seed=0) for row in part], PAD)["input_ids"] for part in ROWS]
+    schedules = [pack(table, sequence_ids(table), *blocks) for table in tables]
+    assert [len(schedule.calls) for schedule in schedules] == [16, 1]
+    for calls in (1, 5, 6, 15, 16):  # ended by a text, and by a block at the end of all rows
+        filled = pack(*with_filler(tables[1], sequence_ids(tables[1]), *blocks, calls), *blocks)
+        assert [call.step for call in filled.calls] == [call.step for call in schedules[0].calls[:calls]]
+
+
+def test_the_projector_stays_float32_where_the_trunk_computes_in_bfloat16(ranks):
+    for found in ranks[0]:
+        assert found["half"]["layer"] == "torch.bfloat16" and found["half"]["projector"] == "torch.float32"
+        assert found["half"]["gradients"] == ["torch.float32"] and found["half"]["finite"]
+
+
+@pytest.mark.parametrize("trainable", ["full", "lora"])
+def test_training_equals_one_process_with_batches_twice_as_large(ranks, trainable):
+    found, folder = ranks
+    model, _ = load(folder / "model")
+    log = []
+    config = SupervisedConfig(**TRAINING | {"batch_size": 2 * TRAINING["batch_size"]}, trainable=trainable)
+    start = copy.deepcopy(model)
+    model = train(model, training_examples(model), PAD, config, log=log.append)
+    assert found[1][f"train {trainable}"] == [] and len(log) == 2
+    for one, many in zip(log, found[0][f"train {trainable}"], strict=True):
+        assert many == pytest.approx(one, rel=1e-4)
+    saved, _ = load(folder / f"trained-{trainable}")
+    before, one, many = (dict(m.named_parameters()) for m in (start, model, saved))
+    assert one.keys() == many.keys()
+    moved = [name for name in one if not torch.equal(before[name], one[name])]
+    assert "model.projector.up.weight" in moved
+    for name in one:  # Adam turns rounding into steps where a gradient is zero but for it, as that of the keys' bias
+        if "bias" not in name:
+            assert (one[name] - many[name]).norm() <= 1e-2 * max((one[name] - before[name]).norm(), 1e-6), name
+
+
+def test_processes_share_every_batch_and_make_the_same_number_of_steps():
+    examples = [Example([0] * (10 + n % 50), [1], n % 4) for n in range(333)]
+    whole = list(SimilarBatches(examples, 16, seed=0))
+    shares = [list(SimilarBatches(examples, 4, seed=0, rank=rank, processes=4)) for rank in range(4)]
+    assert {len(share) for share in shares} == {len(whole)}
+    for batch, *parts in zip(whole, *shares, strict=True):
+        assert Counter(batch) == Counter(sum(parts, [])) and max(map(len, parts)) - min(map(len, parts)) <= 1
+    few = [list(SimilarBatches(examples[:2], 1, seed=0, rank=rank, processes=3)) for rank in range(3)]
+    assert all(len(batch) == 1 for share in few for batch in share)
+
+
+def test_the_command_trains_a_stage_from_the_notebooks_parameters(random_model, tmp_path):
+    run_dir = tmp_path / "run"
+    save(*random_model(), run_dir / "01_latent_model" / "latent")
+    solved = solved_questions("counterfactual-3", 8, 0)
+    codec = Codec.of(*load(run_dir / "01_latent_model" / "latent"))
+    (run_dir / "02_teacher_traces").mkdir()
+    write_trajectories(run_dir / "02_teacher_traces" / "traces.jsonl", [expert_trajectory(codec, item) for item in solved])
+    file = tmp_path / "03_aasd.params.yaml"
+    file.write_text(yaml.safe_dump({"run_dir": str(run_dir), "epochs": 1.0, "batch_size": 2}))
+    torchrun("-m", "alar.train", "03_aasd", "-f", file, limit=240)
+    trained, _ = load(run_dir / "03_aasd" / "checkpoint")
+    start, _ = load(run_dir / "01_latent_model" / "latent")
+    assert not torch.equal(trained.model.projector.up.weight, start.model.projector.up.weight)
+    assert [json.loads(line)["step"] for line in (run_dir / "03_aasd" / "loss.jsonl").read_text().splitlines()] == [1, 2]
