@@ -8,7 +8,7 @@ API):
     latent_written   how many ids at the end of the prompt already belong to the turn
     latent_stops     strings that end the turn, outside of thoughts, as in the in-process engine
     latent_record    a key under which log-probs and z are kept for `LatentWorker.latent_records`
-    latent_seed      set by the scheduler from `seed`; draws then depend on it and on the token's index only
+    latent_seed      set by the scheduler from `seed`; the n-th token that the policy chooses then takes the seed's n-th draw
 
 vLLM is not imported here.
 """
