@@ -153,7 +153,7 @@ class Rl(Section):
     schedule: Literal["constant", "linear"] = "linear"  # linear: to zero over all steps
     warmup_ratio: Share = 0.1
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    kl_coefficient: Annotated[float, Field(ge=0)] = 1.0  # in nats per token, on the mode tokens as well
+    kl_coefficient: Annotated[float, Field(ge=0)] = 1.0  # against mode_weight: notebook 05 says how they balance
     clip_low: Share = 0.2
     clip_high: Share = 0.2
     alpha: Annotated[float, Field(ge=0)] = 0.3
