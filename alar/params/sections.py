@@ -145,7 +145,7 @@ class Warmup(Supervised):
 
 
 class Rl(Section):
-    steps: Count = 64
+    steps: Count = 48
     prompts_per_step: Count = 8
     group_size: Annotated[int, Field(ge=2)] = 8
     gradient_accumulation: Count = 4
