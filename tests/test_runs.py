@@ -21,8 +21,10 @@ from rich.console import Console
 from alar import jsonl, runs
 from alar.runs import stages
 from alar.runs.runner import Request, main
-from alar.params.sections import Experiment
+from alar.params.sections import Experiment, defaults
 from alar.runs.terminal import Terminal, bar_line, duration
+
+EPOCHS = defaults()["aasd"]["epochs"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PARAMETERS = "run_dir = 'runs/by-hand/search'\ndomain = 'search'\nseed = 0\nreport_to = 'none'\n"
@@ -63,7 +65,7 @@ class Study:
         (package / "unused.py").write_text("X = 1\n")
         (root / "run_all.py").write_text("")
         self.notebook("01_latent_model", "num_latent = 4", MODEL)
-        self.notebook("03_aasd", "epochs = 3.0", AASD)
+        self.notebook("03_aasd", f"epochs = {EPOCHS}", AASD)
         self.params("run: {name: tiny}")
 
     def notebook(self, stem, parameters, cells):
@@ -100,7 +102,7 @@ def test_a_finished_stage_runs_again_only_when_what_it_depends_on_changes(study,
     both = ["01_latent_model", "03_aasd"]
     assert study.ran() == both
     assert study.ran() == []
-    assert study.tables()["03_aasd/checkpoint/w.txt"] == "aaa 4 0 3.0"
+    assert study.tables()["03_aasd/checkpoint/w.txt"] == f"aaa 4 0 {EPOCHS}"
 
     # Where and how a run happens changes nothing.
     shutil.copytree(study.run_dir, tmp_path / "elsewhere" / "search")
@@ -140,7 +142,7 @@ def test_a_run_leaves_flat_parameters_provenance_and_a_summary(study):
     assert "91.3 [90.0, 92.5]" in shown and "43.6" in shown and "bridge" not in shown
     assert (study.run_dir / "summary.txt").read_text().count("91.3") == 1
     flat = yaml.safe_load((study.run_dir / "executed" / "03_aasd.params.yaml").read_text())
-    assert flat == {"run_dir": "runs/tiny/search", "domain": "search", "seed": 0, "report_to": "none", "epochs": 3.0}
+    assert flat == {"run_dir": "runs/tiny/search", "domain": "search", "seed": 0, "report_to": "none", "epochs": EPOCHS}
     provenance = json.loads((study.run_dir / "provenance.json").read_text())
     assert provenance["parameters"] == json.loads(json.dumps(Experiment(run={"name": "tiny"}).model_dump()))
     assert set(provenance["stages"]) == {"01_latent_model", "03_aasd", "06_benchmark_eval"}
@@ -162,7 +164,7 @@ def test_a_stage_repeats_under_plain_papermill_from_its_flat_file(study):
 
 
 def test_a_failing_cell_ends_the_run_and_is_named(study):
-    study.notebook("03_aasd", "epochs = 3.0", ["x = 1", "print('before')\nraise ValueError('no loss here')", "y = 2"])
+    study.notebook("03_aasd", f"epochs = {EPOCHS}", ["x = 1", "print('before')\nraise ValueError('no loss here')", "y = 2"])
     study.notebook("04_mode_warmup", "", ["z = 3"])
     code, shown = study.run()
     assert code == 1
@@ -171,7 +173,7 @@ def test_a_failing_cell_ends_the_run_and_is_named(study):
     assert str(executed) in shown and "before" in executed.read_text()
     assert (study.run_dir / "01_latent_model" / "model.txt").exists()
     assert not (study.run_dir / "executed" / "04_mode_warmup.ipynb").exists()
-    study.notebook("03_aasd", "epochs = 3.0", ["x = 1"])
+    study.notebook("03_aasd", f"epochs = {EPOCHS}", ["x = 1"])
     assert study.ran() == ["03_aasd", "04_mode_warmup"], "the first stage is kept"
 
 
