@@ -69,7 +69,10 @@ class Row:
 
     def draw(self) -> float:
         """The uniform number of the next token, if the n-th that the policy chooses in this turn: always the n-th number."""
-        index = self.writer.output.origins.count(Origin.SAMPLED)
+        if self.writer is None:  # no blocks: every token is chosen
+            index = len(self.outputs)
+        else:
+            index = self.writer.output.origins.count(Origin.SAMPLED)
         while len(self.draws) <= index:
             self.draws.append(self.random.random())
         return self.draws[index]
