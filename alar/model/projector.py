@@ -59,7 +59,8 @@ class ConstantThoughts(_Float32):
         nn.init.normal_(self.vectors, std=1.0)
 
     def forward(self, hidden: Float[Tensor, "rows hidden"], step: int) -> Float[Tensor, "rows hidden"]:
-        return self.vectors[step].to(hidden.dtype).repeat(len(hidden), 1)
+        # `step` may also be a tensor, one k per row. A copy: FSDP frees the storage behind a view of its weights.
+        return self.vectors[step].to(hidden.dtype).expand_as(hidden).clone()
 
 
 PROJECTORS = {"mlp": LatentProjector, "constant": ConstantThoughts}
