@@ -333,6 +333,26 @@ def test_sampled_turns_are_those_of_the_in_process_engine(bench, checkpoint):
     assert same >= len(requests) - 1
 
 
+def test_a_released_turn_is_aborted_and_the_others_go_on(bench, checkpoint):
+    folder, model, codec = checkpoint("qwen2", 4)
+    bench.start(folder)
+    sampling = Sampling(max_new_tokens=20, stop=())
+    requests = first_requests(codec, random.Random(7), 4)
+    expected = bench.generate(requests, sampling)
+    engine = Remote(bench, codec)
+    engine.submit(requests, sampling)
+    engine.step()
+    engine.release([requests[1].session])
+    ended = {}
+    while engine.busy:
+        ended.update((request.session, output.ids) for request, output in engine.step())
+    assert ended == {request.session: output.ids for request, output in zip(requests, expected) if request is not requests[1]}
+    engine.submit(requests[:2], sampling)
+    bench.call("reset")
+    assert not engine.busy
+    assert [output.ids for output in bench.generate(requests, sampling)] == [output.ids for output in expected]
+
+
 def test_the_first_token_sampled_after_a_block_follows_the_policy(bench, checkpoint):
     from scipy.stats import chisquare
 

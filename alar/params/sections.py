@@ -121,7 +121,7 @@ class Teacher(Section):
 
 
 class Supervised(Section):
-    """What AASD and mode warm-up share ; the values are those of the laptop study."""
+    """What AASD and mode warm-up share."""
 
     learning_rate: Rate = 5e-4
     epochs: Annotated[float, Field(gt=0)] = 1.5

@@ -9,7 +9,6 @@ process. The folder of the stage gets its checkpoint and loss.jsonl; evaluation 
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -25,7 +24,7 @@ from alar.params.notebooks import declared_parameters
 from alar.records import read_trajectories
 from alar.rollout.codec import Codec
 from alar.train.distributed import num_processes, rank
-from alar.train.examples import aasd_examples, warmup_examples
+from alar.train.examples import aasd_examples, at_most, warmup_examples
 from alar.train.supervised import SupervisedConfig, train
 
 INITIAL = {"03_aasd": ("01_latent_model", "latent"), "04_mode_warmup": ("03_aasd", "checkpoint")}
@@ -47,9 +46,7 @@ def examples_of(stage: str, values: dict[str, Any], traces: Path, codec: Codec) 
         examples = aasd_examples(trajectories, codec)
     else:
         examples = warmup_examples(trajectories, codec, values["latent_probability"], values["seed"])
-    if values["max_examples"]:
-        examples = random.Random(values["seed"]).sample(examples, min(values["max_examples"], len(examples)))
-    return examples
+    return at_most(examples, values["max_examples"], values["seed"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -59,6 +59,11 @@ def warmup_examples(trajectories: Sequence[Trajectory], codec: Codec, probabilit
     ]
 
 
+def at_most(examples: Sequence[Example], count: int, seed: int) -> list[Example]:
+    """`count` of them, drawn at random; all where there are no more, or `count` is 0."""
+    return random.Random(seed).sample(examples, count) if 0 < count < len(examples) else list(examples)
+
+
 def _usable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     kept = [item for item in trajectories if item.correct and item.well_formed]
     if not kept:

@@ -79,7 +79,8 @@ class VLLMEngine(Engine):
             del self._written[key]
 
     def reset(self) -> None:
-        """Forget all cached contexts: call after the weights have changed."""
+        """Forget all contexts, turns in the making included: call after the weights have changed."""
+        self.release([request.session for request, _ in self._written.values()])
         self.llm.reset_prefix_cache()
 
     def load(self, folder: str | Path) -> None:

@@ -14,13 +14,6 @@ class LatentWorker:
         store = shared(self.vllm_config).store
         return [store.take(key) for key in keys]
 
-    def latent_forget(self) -> int:
-        """Drop all records; returns how many there were."""
-        records = shared(self.vllm_config).store.records
-        count = len(records)
-        records.clear()
-        return count
-
     def latent_reload(self, folder: str) -> int:
         """Load trunk and projector of another checkpoint of the same shape in place; returns the number of tensors.
 
