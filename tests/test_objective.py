@@ -91,15 +91,29 @@ def test_group_advantages_equal_the_statistics_module(members):
     assert ours.tolist() == pytest.approx(by_group(rewards, groups), rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.parametrize("norm_by_std", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_group_advantages_equal_verl(verl, seed):
+def test_group_advantages_equal_verl(verl, seed, norm_by_std):
     generator = torch.Generator().manual_seed(seed)
     groups = torch.tensor([0, 0, 0, 1, 2, 1, 1, 3, 2, 2, 2, 0])  # group 3 has one member
     rewards = torch.rand(12, generator=generator, dtype=torch.float64)
     spread = torch.zeros(12, 3, dtype=torch.float64)
     spread[:, -1] = rewards
-    theirs, _ = verl.compute_grpo_outcome_advantage(spread.clone(), torch.ones(12, 3), groups.numpy())
-    torch.testing.assert_close(group_advantages(rewards, groups), theirs[:, 0], atol=1e-6, rtol=0)
+    theirs, _ = verl.compute_grpo_outcome_advantage(
+        spread.clone(), torch.ones(12, 3), groups.numpy(), norm_adv_by_std_in_grpo=norm_by_std
+    )
+    ours = group_advantages(rewards, groups, norm_by_std=norm_by_std)
+    torch.testing.assert_close(ours, theirs[:, 0], atol=1e-6, rtol=0)
+
+
+def test_without_the_deviation_a_latent_turn_is_worth_alpha_in_every_group():
+    rewards = [1.0, 1.0, 1.15, 1.15] + [0.0, 1.0, 0.0, 1.15]  # all correct; two wrong
+    groups = torch.tensor([0] * 4 + [1] * 4)
+    apart = group_advantages(torch.tensor(rewards), groups, norm_by_std=False)
+    stretched = group_advantages(torch.tensor(rewards), groups)
+    assert (apart[2] - apart[0]).item() == pytest.approx(0.15, abs=1e-6)
+    assert (stretched[2] - stretched[0]).item() == pytest.approx(3**0.5, abs=1e-4)
+    assert (apart[7] - apart[5]).item() == pytest.approx(0.15, abs=1e-6)
 
 
 def test_equal_rewards_have_no_advantage_in_float32():

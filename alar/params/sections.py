@@ -156,9 +156,10 @@ class Rl(Section):
     kl_coefficient: Annotated[float, Field(ge=0)] = 1.0  # against mode_weight: notebook 05 says how they balance
     clip_low: Share = 0.2
     clip_high: Share = 0.2
-    alpha: Annotated[float, Field(ge=0)] = 0.3
+    alpha: Annotated[float, Field(ge=0)] = 0.15  # published: 0.3
     length_tolerance: Annotated[float, Field(ge=0)] = 0.0  # characters; 0 = the base's median think length
     variant: Literal["published", "repaired"] = "repaired"
+    norm_adv_by_std: bool = False  # published: True; without, alpha is what a latent turn is worth in any group
     credit: Literal["trajectory", "turn"] = "turn"
     explore_fraction: Share = 0.5  # of each group's rollouts, whose modes are drawn at random turn by turn
     mode_weight: Annotated[float, Field(ge=0)] = 12.0

@@ -1,6 +1,7 @@
 """The objective of AR-GRPO: group advantages, the clipped policy loss, the KL penalty, and credit for mode choices.
 
     advantage    A_i = (r_i − mean_G r) / (std_G r + ε)                            GRPO, arXiv 2402.03300
+                 A_i = r_i − mean_G r                                              Dr. GRPO, 2503.20783
     policy loss  max(−A ρ, −A clip(ρ, 1 − ε_low, 1 + ε_high)), for A < 0 at most −c A    PPO, 1707.06347; dual clip, 1912.09729
     KL           e^δ − δ − 1,  δ = log π_ref − log π                               Schulman's k3
 
@@ -30,12 +31,14 @@ KL_LIMIT = 10.0
 
 
 def group_advantages(
-    rewards: Num[Tensor, "rollouts"], groups: Shaped[Tensor, "rollouts"], *, eps: float = 1e-6
+    rewards: Num[Tensor, "rollouts"], groups: Shaped[Tensor, "rollouts"], *, norm_by_std: bool = True, eps: float = 1e-6
 ) -> Float[Tensor, "rollouts"]:
     """GRPO advantage of every rollout, in the rewards' dtype, without gradient.
 
     The standard deviation is the sample's (n − 1). A group of one keeps its reward, as in verl. Computed in float64:
-    in float32 the rounding of a mean over equal rewards, divided by ε, is an advantage of 0.1.
+    in float32 the rounding of a mean over equal rewards, divided by ε, is an advantage of 0.1. Without `norm_by_std`
+    only the mean is taken off (Dr. GRPO, arXiv 2503.20783): a group whose members are all correct then
+    weighs its small differences, α·f, as small ones instead of stretching them to the size of right against wrong.
     Raises ValueError where the two differ in length or a reward is not finite.
     """
     if rewards.shape != groups.shape:
@@ -51,7 +54,7 @@ def group_advantages(
     squares = torch.zeros_like(sums).index_add_(0, index, centred.square())
     stds = torch.where(single, 1.0, (squares / (sizes - 1).clamp(min=1)).sqrt())
     dtype = rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
-    return (centred / (stds[index] + eps)).to(rewards.device, dtype)
+    return (centred / (stds[index] + eps) if norm_by_std else centred).to(rewards.device, dtype)
 
 
 def policy_loss(

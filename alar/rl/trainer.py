@@ -45,6 +45,7 @@ class RLConfig:
     alpha: float = 0.3
     length_tolerance: float = 400.0
     variant: str = "repaired"
+    norm_adv_by_std: bool = True  # False: advantages keep the rewards' scale (Dr. GRPO)
     credit: str = "turn"
     mode_weight: float = 1.0
     explore_fraction: float = 0.5
@@ -131,7 +132,9 @@ def token_advantages(
 ) -> tuple[list[list[float]], list[float]]:
     """Advantage of every token, and of every trajectory. With `credit="turn"` the pieces of a turn's open tag carry the
     credit of the mode chosen there, times `mode_weight`, instead of the trajectory's advantage."""
-    whole = group_advantages(torch.tensor(rewards), torch.tensor(groups)).tolist()
+    whole = group_advantages(
+        torch.tensor(rewards), torch.tensor(groups), norm_by_std=config.norm_adv_by_std
+    ).tolist()
     tokens = [[value] * len(t.ids) for value, t in zip(whole, trajectories)]
     if config.credit == "turn":
         latent_of = {"latent": True, "think": False}
