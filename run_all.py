@@ -61,7 +61,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--list", action="store_true", help="show the stages and what would run, then stop")
     action.add_argument("--check", action="store_true",
-                        help="verify offline what can be: names, sizes, memory, disk, data, ports; exit code 2: something is missing")
+                        help="list what is missing here (names, memory, disk, data, ports), offline; exit code 2 if anything is")
     action.add_argument("--install", choices=("core", "engines"), help="only install; engines = vLLM and verl")
     action.add_argument("--test", action="store_true", help="install what the tests need and run them (at most 20 min)")
     action.add_argument("--test-full", action="store_true", help="the same with every combination (at most 90 min)")

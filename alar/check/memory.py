@@ -4,7 +4,8 @@
     rollouts    weights + KV cache of the rollouts that run at once, each at its longest; vLLM queues what has no room, so that
                 16 at once are asked of it
     AR-GRPO     single: training of one part + the reference's 4 P + KV cache
-                verl:   training of one row, the first three divided by the GPUs (FSDP), + vLLM's weights and KV cache
+                verl:   training of a micro-batch under gradient checkpointing in bfloat16, the first three divided by the
+                        GPUs (FSDP), + vLLM's weights and KV cache
 
 P parameters, t those that train, a activation values per token, V vocabulary. Notebooks train and decode on one device.
 They and verl's actor keep weights in float32, vLLM computes in bfloat16. With LoRA verl's reference is the actor without
@@ -94,8 +95,11 @@ def _reinforcement(experiment: Experiment, size: Size, tokens: int, scored: int,
     trainable = size.trainable(rl.trainable, rl.lora_rank, projector=rl.train_projector)
     rows = rl.prompts_per_step * rl.group_size
     if rl.trainer == "verl":
-        parts = training(size, trainable, tokens=tokens, scored=scored, processes=gpus)
-        rollouts = decoding(size, min(VLLM_SEQUENCES, math.ceil(rows / gpus)), tokens, itemsize=2)
+        own = math.ceil(rows / gpus)
+        part = math.ceil(own / rl.gradient_accumulation)
+        parts = training(size, trainable, tokens=part * tokens, scored=part * scored, processes=gpus)
+        parts["activations"] = 2 * size.checkpointed_values * part * tokens
+        rollouts = decoding(size, min(VLLM_SEQUENCES, own), tokens, itemsize=2)
         reference = 0 if rl.trainable == "lora" else math.ceil(4 * size.parameters / gpus)
         extra = {"reference": reference, "vLLM weights": rollouts["weights"], "KV cache": rollouts["KV cache"]}
     else:

@@ -55,6 +55,7 @@ class Size:
     positions: int
     kv_values: int
     activation_values: int  # estimate, without gradient checkpointing: see `measure`
+    checkpointed_values: int  # with it: the input of every layer, and all of one
 
     @property
     def parameters(self) -> int:
@@ -134,4 +135,5 @@ def measure(model: torch.nn.Module, source: str = "") -> Size:
         positions=config.max_position_embeddings,
         kv_values=2 * config.num_hidden_layers * keys,
         activation_values=config.num_hidden_layers * per_layer,
+        checkpointed_values=config.num_hidden_layers * config.hidden_size + per_layer,
     )
