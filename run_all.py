@@ -3,6 +3,7 @@
 
     python run_all.py                                   the laptop study, params/laptop.yaml
     python run_all.py --list                            what would run, and why
+    python run_all.py --params FILE --check             what is missing here for it, without a network
     python run_all.py --params params/smoke.yaml        every notebook, a few steps each
     python run_all.py --only 06 --set eval.checkpoint=FOLDER
     python run_all.py --test                            the tests
@@ -59,6 +60,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--publish", action="store_true", help="afterwards write figures/ and notebooks/executed/")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--list", action="store_true", help="show the stages and what would run, then stop")
+    action.add_argument("--check", action="store_true",
+                        help="list what is missing here (names, memory, disk, data, ports), offline; exit code 2 if anything is")
     action.add_argument("--install", choices=("core", "engines"), help="only install; engines = vLLM and verl")
     action.add_argument("--test", action="store_true", help="install what the tests need and run them (at most 20 min)")
     action.add_argument("--test-full", action="store_true", help="the same with every combination (at most 90 min)")
@@ -76,6 +79,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{options.install} is installed.")
         return 0
     sys.path.insert(0, str(ROOT))
+    if options.check:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's library is imported
     from alar.runs.runner import Request, main as run
 
     request = Request(
@@ -89,6 +94,10 @@ def main(argv: list[str] | None = None) -> int:
         run_dir=options.run_dir.resolve() if options.run_dir else None,
         publish=options.publish,
     )
+    if options.check:
+        from alar.check import main as check
+
+        return check(request, root=ROOT)
     return run(request, root=ROOT, list_only=options.list)
 
 

@@ -14,12 +14,13 @@ import pytest
 import torch
 import yaml
 
-from alar import runs
+from alar import params, runs
 from alar.model import load, save
 from alar.model.packing import pack, sequence_ids, with_filler
 from alar.records import write_trajectories
 from alar.rollout.codec import Codec
 from alar.search.questions import solved_questions
+from alar.train.__main__ import parameters_of_study
 from alar.train.examples import Example, SimilarBatches, collate
 from alar.train.supervised import SupervisedConfig, train
 from tests.distributed_ranks import CASES, PAD, ROWS, TRAINING, example, training_examples
@@ -112,6 +113,13 @@ def test_processes_share_every_batch_and_make_the_same_number_of_steps():
         assert Counter(batch) == Counter(sum(parts, [])) and max(map(len, parts)) - min(map(len, parts)) <= 1
     few = [list(SimilarBatches(examples[:2], 1, seed=0, rank=rank, processes=3)) for rank in range(3)]
     assert all(len(batch) == 1 for share in few for batch in share)
+
+
+def test_a_parameter_file_of_run_all_gives_the_command_what_it_gives_the_notebook(repository):
+    file, notebook = repository / "params" / "paper-search-3b.yaml", repository / "notebooks" / "03_aasd.ipynb"
+    values = parameters_of_study("03_aasd", str(file))
+    assert values == params.flatten(params.load(file), notebook)
+    assert (values["run_dir"], values["learning_rate"], values["trainable"]) == ("runs/paper-search-3b/search", 1e-4, "lora")
 
 
 def test_the_command_trains_a_stage_from_the_notebooks_parameters(random_model, tmp_path):

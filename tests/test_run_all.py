@@ -204,6 +204,20 @@ def test_the_command_line_reaches_the_runner(run_all, monkeypatch, tmp_path):
     assert seen["root"] == tmp_path and seen["list_only"] is False
 
 
+def test_check_goes_to_the_check_offline(run_all, monkeypatch, tmp_path):
+    from alar import check
+    from alar.runs import runner
+
+    seen = {}
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(check, "main", lambda request, root: seen.update(request=request, root=root) or 2)
+    monkeypatch.setattr(runner, "main", lambda *_, **__: pytest.fail("a check must not run anything"))
+    monkeypatch.setattr(run_all, "environment", lambda **_: None)
+    assert run_all.main(["--params", "p.yaml", "--check", "--set", "rl.steps=2"]) == 2
+    assert seen == {"request": runner.Request(params=Path("p.yaml"), overrides=("rl.steps=2",)), "root": tmp_path}
+    assert run_all.os.environ["HF_HUB_OFFLINE"] == "1"
+
+
 def test_the_default_is_the_laptop_study(run_all):
     assert run_all.arguments([]).params == run_all.ROOT / "params" / "laptop.yaml"
 

@@ -180,10 +180,19 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
+def usual_device() -> torch.device:
+    """Where one process computes: the first GPU that it sees, else the CPU (CUDA_VISIBLE_DEVICES="" hides the GPUs)."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def load(
-    folder: str | Path, *, num_latent: int | None = None, dtype: torch.dtype | str = torch.float32
+    folder: str | Path,
+    *,
+    num_latent: int | None = None,
+    dtype: torch.dtype | str = torch.float32,
+    device: torch.device | str | None = None,
 ) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
-    """(model, tokenizer) of a latent checkpoint folder or of an ordinary base, ready for inference.
+    """(model, tokenizer) of a latent checkpoint folder or of an ordinary base, ready for inference on `device` (`usual_device`).
 
     `dtype` is the trunk's ("auto": as stored); the projector is float32 whatever it is. `num_latent`, if given, must be
     the checkpoint's K. Raises FileNotFoundError or ValueError, never a random projector.
@@ -200,4 +209,4 @@ def load(
     found = getattr(model.config, "num_latent", None)
     if num_latent is not None and found != num_latent:
         raise ValueError(f"{folder}: the checkpoint has K = {found}, but K = {num_latent} was asked for")
-    return model.eval(), AutoTokenizer.from_pretrained(folder)
+    return model.eval().to(device or usual_device()), AutoTokenizer.from_pretrained(folder)

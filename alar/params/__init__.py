@@ -22,26 +22,31 @@ from alar.params.sections import OWN_SECTION, Experiment, field_kind, section_mo
 RUN_FOLDER_NAME = "run_dir"  # injected by the runner, with `domain`
 NOT_INJECTED = {"name", "domains"}  # of section `run`: they choose folders, no notebook reads them
 USED_BY_RUNNER = NOT_INJECTED | {"threads"}  # of section `run`: they act even if no notebook declares them
+DATA_FILES = (".jsonl", ".json", ".parquet")  # a value that ends so is meant as a file, not as a name
+
+Absent = tuple[str, str, str]  # (section, key, value) of a location that does not exist
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), *, variant: str | None = None,
-         root: str | Path = ".") -> Experiment:
+         root: str | Path = ".", absent: list[Absent] | None = None) -> Experiment:
     """The experiment that a file describes (one of its variants, if named).
 
     overrides: "section.key=value", later ones win. root: where relative locations are looked up besides the current
-    folder. Raises ParameterError with every problem found.
+    folder. absent: a list that takes the locations that do not exist, which are a problem without it. Raises
+    ParameterError with every problem found.
     """
-    return _assemble(shown_path(path), tuple(overrides), variant, Path(root))
+    return _assemble(shown_path(path), tuple(overrides), variant, Path(root), absent)
 
 
-def load_variants(path: str | Path, overrides: Iterable[str] = (), *, root: str | Path = ".") -> dict[str, Experiment]:
+def load_variants(path: str | Path, overrides: Iterable[str] = (), *, root: str | Path = ".",
+                  absent: list[Absent] | None = None) -> dict[str, Experiment]:
     """Variant name → experiment, in file order; {"": experiment} for a file without variants."""
     path, overrides = shown_path(path), tuple(overrides)
     names = list(read_document(path)[1]) or [""]
     experiments, problems = {}, []
     for name in names:
         try:
-            experiments[name] = _assemble(path, overrides, name or None, Path(root))
+            experiments[name] = _assemble(path, overrides, name or None, Path(root), absent)
         except ParameterError as error:
             problems += error.problems
     if problems:
@@ -133,7 +138,8 @@ def _available(experiment: Experiment, stem: str) -> dict[str, Any]:
     return {name: values[section][key] for name, (section, key) in _names(stem).items()}
 
 
-def _assemble(path: Path, overrides: tuple[str, ...], variant: str | None, root: Path) -> Experiment:
+def _assemble(path: Path, overrides: tuple[str, ...], variant: str | None, root: Path,
+              absent: list[Absent] | None) -> Experiment:
     sections, variants, extends = read_document(path)
     layers: list[tuple[str, dict]] = []
     if extends:
@@ -188,8 +194,12 @@ def _assemble(path: Path, overrides: tuple[str, ...], variant: str | None, root:
         for dotted, problem in experiment.inconsistencies():
             section, _, key = dotted.partition(".")
             problems.append(f"{where.get((section, key), path)}: {dotted}: {problem}")
-        experiment, missing = _resolve_locations(experiment, where, path, root)
-        problems += missing
+        experiment, missing = _resolve_locations(experiment, root)
+        if absent is not None:
+            absent += [place for place in missing if place not in absent]
+        else:
+            problems += [f"{where.get((section, key), path)}: {section}.{key}: {value} does not exist "
+                         f"(looked in {Path.cwd()} and {root.resolve()})" for section, key, value in missing]
     if problems:
         raise ParameterError(problems)
     stated = tuple((section, key, source) for (section, key), source in where.items())
@@ -255,23 +265,22 @@ def _explain(detail, section: str, key: str, given: Any) -> str:
     return f"{given!r}: {detail['msg']}"
 
 
-def _resolve_locations(experiment: Experiment, where, path: Path, root: Path) -> tuple[Experiment, list[str]]:
-    """Make locations absolute where they exist, so that kernels may run in any folder; report the missing ones."""
-    problems, changed = [], {}
+def _resolve_locations(experiment: Experiment, root: Path) -> tuple[Experiment, list[Absent]]:
+    """Make locations absolute where they exist, so that kernels may run in any folder; list the missing ones."""
+    absent, changed = [], {}
     for section, values in experiment.model_dump().items():
         for key, value in values.items():
             kind = field_kind(section, key)
             if kind not in ("location", "location or name") or not value:
                 continue
             found = next((p for p in (Path(value).expanduser(), root / value) if p.exists()), None)
-            looks_like_folder = value.startswith((".", "/", "~"))
-            if found is not None and (kind == "location" or looks_like_folder or "/" in value):
+            looks_like_path = value.startswith((".", "/", "~")) or value.endswith(DATA_FILES)
+            if found is not None and (kind == "location" or looks_like_path or "/" in value):
                 changed.setdefault(section, {})[key] = str(found.resolve())
-            elif found is None and (kind == "location" or looks_like_folder):
-                problems.append(f"{where.get((section, key), path)}: {section}.{key}: {value} does not exist "
-                                f"(looked in {Path.cwd()} and {root.resolve()})")
+            elif found is None and (kind == "location" or looks_like_path):
+                absent.append((section, key, value))
     updates = {s: getattr(experiment, s).model_copy(update=values) for s, values in changed.items()}
-    return experiment.model_copy(update=updates), problems
+    return experiment.model_copy(update=updates), absent
 
 
 def _unknown_name(notebook: Path, name: str, available: Iterable[str]) -> str:

@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Domain = Literal["search"]
+Domain = Literal["search", "tool"]
 
 # A file or folder. `alar.params` checks that it exists and the stage cache follows its content, not its name.
 Location = Annotated[str, "location"]
-# A folder if it looks like one ("./x", "/x", "a/b" that exists), else a name on the model hub or a keyword.
+# A file or folder if it looks like one ("./x", "/x", "x.jsonl", "a/b" that exists), else a name on the hub or a keyword.
 LocationOrName = Annotated[str, "location or name"]
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -117,7 +117,7 @@ class Teacher(Section):
     questions: Count = 3600
     worlds: Count = 48
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    questions_file: Location = ""  # JSONL with question and answers; "" = the embedded world
+    questions_file: LocationOrName = ""  # JSONL with question and answers, or a published set's name; "" = the embedded world
 
 
 class Supervised(Section):

@@ -89,6 +89,9 @@ class Batch:
     advantages: torch.Tensor
     latents: torch.Tensor
 
+    def to(self, device: torch.device) -> Batch:
+        return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
 
 def make_batch(trajectories: Sequence[Trajectory], advantages: Sequence[Sequence[float]], pad: int) -> Batch:
     """`advantages` holds one value per token of each trajectory. The mask is 1 on SAMPLED tokens only."""
@@ -252,7 +255,7 @@ class ARGRPO:
         for part in parts:
             batch = make_batch(
                 [trajectories[i] for i in part], [advantages[i] for i in part], self.tokenizer.pad_token_id
-            )
+            ).to(self.engine.device)
             logprobs = token_logprobs(self.model, batch, temperature=config.temperature, latents=config.latents)
             with torch.no_grad():
                 reference = token_logprobs(

@@ -87,15 +87,15 @@ def main(request: Request, *, root: Path, notebooks_dir: Path | None = None, lis
         return 130
 
 
-def plan(request: Request, root: Path, notebooks_dir: Path) -> list[_Job]:
-    """The run folders of a request with their notebooks, after checking all parameters and names."""
+def plan(request: Request, root: Path, notebooks_dir: Path, *, absent: list[params.Absent] | None = None) -> list[_Job]:
+    """The run folders of a request with their notebooks, after checking all parameters and names (absent: `params.load`)."""
     overrides = list(request.overrides)
     if request.domains:
         overrides.append(f"run.domains=[{', '.join(request.domains)}]")
-    experiments = params.load_variants(request.params, overrides, root=root)
+    experiments = params.load_variants(request.params, overrides, root=root, absent=absent)
     unknown = [v for v in request.variants if v not in experiments]
     if unknown:
-        params.load(request.params, overrides, variant=unknown[0], root=root)
+        params.load(request.params, overrides, variant=unknown[0], root=root, absent=absent)
     available = numbered(notebooks_dir)
     if not available:
         raise NotebookError(f"{notebooks_dir}: holds no notebook named NN_name.ipynb")

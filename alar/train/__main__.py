@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 8 -m alar.train 03_aasd -f runs/paper/search/executed/03_aasd.params.yaml
 
-The file is the flat one that papermill takes; what it leaves out is the notebook's default. `batch_size` is that of one
-process. The folder of the stage gets its checkpoint and loss.jsonl; evaluation and figures stay with the notebooks.
+The file is the flat one that papermill takes; what it leaves out is the notebook's default. Instead of -f, `--params FILE`
+takes the parameter file of `run_all.py` and the run folder of its first domain. `batch_size` is that of one process. The
+folder of the stage gets its checkpoint and loss.jsonl; evaluation and figures stay with the notebooks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from alar import runs
+from alar import params, runs
 from alar.model import load, save
 from alar.params.notebooks import declared_parameters
 from alar.records import read_trajectories
@@ -40,6 +41,12 @@ def parameters(stage: str, file: str | None) -> dict[str, Any]:
     return values | given
 
 
+def parameters_of_study(stage: str, file: str) -> dict[str, Any]:
+    """The stage's parameters as `run_all.py --params FILE` gives them to its notebook. Raises ParameterError."""
+    root = runs.repository()
+    return params.flatten(params.load(file, root=root), root / "notebooks" / f"{stage}.ipynb")
+
+
 def examples_of(stage: str, values: dict[str, Any], traces: Path, codec: Codec) -> list:
     trajectories = read_trajectories(traces)
     if stage == "03_aasd":
@@ -52,19 +59,24 @@ def examples_of(stage: str, values: dict[str, Any], traces: Path, codec: Codec) 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m alar.train", description=__doc__.partition("\n")[0])
     parser.add_argument("stage", choices=INITIAL)
-    parser.add_argument("-f", "--parameters", metavar="FILE", help="flat YAML, as for papermill -f")
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument("-f", "--parameters", metavar="FILE", help="flat YAML, as for papermill -f")
+    given.add_argument("--params", metavar="FILE", help="parameter file, as for run_all.py --params")
     parser.add_argument("--bfloat16", action="store_true", help="the trunk computes in bfloat16 (more than one process)")
     options = parser.parse_args(arguments)
     if options.bfloat16 and num_processes() == 1:
         parser.error("--bfloat16 is for several processes: start them with torchrun --nproc-per-node")
-    values = parameters(options.stage, options.parameters)
+    if options.params:
+        values = parameters_of_study(options.stage, options.params)
+    else:
+        values = parameters(options.stage, options.parameters)
     first = rank() == 0
     stage = runs.stage(options.stage, values["run_dir"], report_to=values["report_to"]) if first else None
     if first:  # checks that they are there, and notes them
         stage.input(*INITIAL[options.stage])
         stage.input("02_teacher_traces", "traces.jsonl")
     run_dir = runs.resolve(values["run_dir"])
-    model, tokenizer = load(run_dir.joinpath(*INITIAL[options.stage]), num_latent=values.get("model_num_latent"))
+    model, tokenizer = load(run_dir.joinpath(*INITIAL[options.stage]), num_latent=values.get("model_num_latent"), device="cpu")
     examples = examples_of(options.stage, values, run_dir / "02_teacher_traces" / "traces.jsonl", Codec.of(model, tokenizer))
     config = SupervisedConfig(**{field.name: values[field.name] for field in fields(SupervisedConfig)})
     dtype = torch.bfloat16 if options.bfloat16 else None

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qw
 
 from alar import protocol
 from alar.jsonl import replacing
+from alar.model.checkpoints import usual_device
 from alar.rollout.codec import Codec
 from alar.search import questions
 from alar.search.retriever import build
@@ -195,7 +196,8 @@ def pretrain(folder: str | Path, config: PretrainConfig, *, log=None) -> tuple[Q
     else:
         tokenizer = train_tokenizer(config)
         tokenizer.save_pretrained(folder)
-    model, codec = build_model(config, tokenizer), Codec(tokenizer)
+    device = usual_device()
+    model, codec = build_model(config, tokenizer).to(device), Codec(tokenizer)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=config.weight_decay
     )
@@ -217,7 +219,7 @@ def pretrain(folder: str | Path, config: PretrainConfig, *, log=None) -> tuple[Q
         place, ids, labels = next(stream)
         remaining = (config.steps - step + 1) / (config.decay_fraction * config.steps)
         rate = config.learning_rate * min(1.0, step / config.warmup_steps, remaining)
-        loss = policy_loss(model, ids, labels)
+        loss = policy_loss(model, ids.to(device), labels.to(device))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:

@@ -151,6 +151,8 @@ def train(
             seed=config.seed,
             dataloader_num_workers=0,
         )
+        if processes == 1 and arguments.n_gpu > 1:
+            arguments._n_gpu = 1  # or the Trainer would spread each batch over all GPUs with DataParallel
         trained = sharded_copy(wrapped, arguments.device, compute_dtype) if processes > 1 else wrapped
         trainer = LatentTrainer(
             trained,
