@@ -29,8 +29,9 @@ from alar.rl.rollouts import Summary, mode_plan, rollout_seed
 from alar.rl.verl.data import question_of
 from alar.rl.verl.rollout import RemoteEngine, server_name
 from alar.rl.verl.settings import Job
+from alar.rl.verl.vllm import ServedEngine
 from alar.rollout.codec import Codec
-from alar.rollout.engine import Engine, Sampling
+from alar.rollout.engine import Sampling
 from alar.rollout.loop import Environment, run
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,7 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             group = 1 if validate else self.job.rl.group_size
             questions = [question_of(prompt["extra_info"]) for prompt in prompts for _ in range(group)]
             step = int(prompts[0]["global_steps"])
+            self.events = asyncio.get_running_loop()
             outputs = await asyncio.to_thread(self._rollouts, questions, step, validate, first_row * group, server)
             for index, output in enumerate(outputs):
                 prompt = prompts[index // group]
@@ -145,12 +147,10 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             for i, t in enumerate(trajectories)
         ]
 
-    def _engine(self, server: int) -> Engine:
+    def _engine(self, server: int) -> RemoteEngine | ServedEngine:
         if self.job.rollout == "alar_hf":
             return RemoteEngine(ray.get_actor(server_name(server)), self.codec)
-        from alar.rl.verl.vllm import ServedEngine
-
-        return ServedEngine(self.llm_client, self.codec)
+        return ServedEngine(self.llm_client, self.codec, self.events)
 
     def _compute_multi_modal_inputs(self, output, input_ids) -> dict[str, torch.Tensor]:
         latents = getattr(output, "latents", None)

@@ -4,7 +4,7 @@
     folder = train(Job(...), log=print)               # a subprocess; rows of metrics.jsonl as they come
     python -m alar.rl.verl.launch FOLDER/job.json     # the same job by hand, or on a cluster's head node
 
-A job that was stopped goes on from `FOLDER/resume` when it is started again with the same settings; it ends with the
+A job that was stopped goes on from `FOLDER/state` when it is started again with the same settings; it ends with the
 checkpoint folder `FOLDER/checkpoint`, which `alar.model.load` reads.
 
 Several nodes. The package and its engines must be installed on all of them, and model, prompts and FOLDER lie on a shared
@@ -29,11 +29,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from alar.jsonl import read_jsonl
+from alar.records import Question
+from alar.rl.config import RLConfig
+from alar.rl.rollouts import prompts_of_step
+from alar.rl.verl.data import write_prompts
 from alar.rl.verl.settings import Job, compose, environment_variables, require_verl
 
 TAIL = 25  # lines of the log that an error shows
@@ -75,23 +82,55 @@ def train(job: Job, log: Callable[[dict], None] = print, *, poll: float = 0.5) -
     if process.returncode or not job.checkpoint.exists():
         raise JobFailed(
             f"the verl job in {folder} ended with code {process.returncode}. The end of {folder / 'job.log'}:\n"
-            f"{_tail(folder / 'job.log', start)}\nStarted again, it goes on from its last checkpoint in {folder / 'resume'}"
+            f"{_tail(folder / 'job.log', start)}\nStarted again, it goes on from its last checkpoint in {job.state}"
         )
     return job.checkpoint
+
+
+def verl_job(
+    model: str | Path,
+    folder: str | Path,
+    questions: Sequence[Question],
+    validation: Sequence[Question],
+    rl: RLConfig,
+    *,
+    environment: dict[str, Any],
+    engine: str = "hf",
+    nodes: int = 1,
+    tensor_parallel: int = 1,
+) -> Job:
+    """A job on all GPUs of this machine (and of as many `nodes`), or in one CPU process; its prompts are written to `folder`.
+
+    `engine`: "hf", the in-process engine, or "vllm". `environment`: the arguments of `agent.build_environment`.
+    """
+    folder = Path(folder)
+    ordered = [q for step in range(1, rl.steps + 1) for q in prompts_of_step(questions, rl, step)]
+    return Job(
+        model=str(model),
+        folder=str(folder),
+        prompts=str(write_prompts(folder / "prompts.parquet", ordered)),
+        validation=str(write_prompts(folder / "validation.parquet", validation or ordered[:1])),
+        rl=rl,
+        environment=environment,
+        gpus=torch.cuda.device_count(),
+        nodes=nodes,
+        tensor_parallel=tensor_parallel,
+        rollout=f"alar_{engine}",
+    )
 
 
 def _prepare(job: Job, folder: Path) -> None:
     """Refuse a folder of another job; clear what a finished or interrupted ending left."""
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "job.json").exists() and (folder / "resume").exists():
+    if (folder / "job.json").exists() and job.state.exists():
         before, now = asdict(Job.read(folder / "job.json")), asdict(job)
         changed = sorted(key for key in now if before[key] != now[key] and key not in PERMITTED_CHANGES)
         if changed:
             raise ValueError(
-                f"{folder}: the job there was started with another {', '.join(changed)}; remove {folder / 'resume'} to start anew"
+                f"{folder}: the job there was started with another {', '.join(changed)}; remove {job.state} to start anew"
             )
     shutil.rmtree(job.checkpoint, ignore_errors=True)
-    if not (folder / "resume").exists():
+    if not job.state.exists():
         job.metrics.unlink(missing_ok=True)
 
 

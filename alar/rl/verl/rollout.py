@@ -86,6 +86,9 @@ class RemoteEngine(Engine):
     def step(self) -> list[tuple[TurnRequest, TurnOutput]]:
         return [(self.written.pop(session), output) for session, output in ray.get(self.server.step.remote())]
 
+    def latent_probabilities(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
+        return ray.get(self.server.latent_probabilities.remote(list(trajectories)))
+
     def release(self, sessions: Sequence[int]) -> None:
         for session in sessions:
             self.written.pop(session, None)
@@ -118,9 +121,9 @@ class HFRollout(BaseRollout):
 
 
 def _vllm_replica():
-    from alar.rl.verl.vllm import LatentVLLMReplica
+    from alar.rl.verl.vllm import server_classes
 
-    return LatentVLLMReplica
+    return server_classes()[1]
 
 
 # verl's registry of replicas has a method to register; that of the training side is a plain table.

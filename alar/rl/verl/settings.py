@@ -80,6 +80,11 @@ class Job:
         return Path(self.folder) / "metrics.jsonl"
 
     @property
+    def state(self) -> Path:
+        """verl's own checkpoints, from which a stopped job goes on."""
+        return Path(self.folder) / "state"
+
+    @property
     def checkpoint(self) -> Path:
         """The checkpoint folder that the job ends with."""
         return Path(self.folder) / "checkpoint"
@@ -106,7 +111,7 @@ def environment_variables(job: Job) -> dict[str, str]:
             "VERL_PLATFORM": "cpu",
             "VERL_USE_EXTERNAL_MODULES": f"{ROOM}.cpu",
             "OMP_NUM_THREADS": str(job.threads),
-            "CUDA_VISIBLE_DEVICES": "",
+            "RAY_worker_register_timeout_seconds": "600",  # importing verl takes long on a busy machine
         }
     return variables
 
@@ -182,7 +187,7 @@ def hydra_values(job: Job) -> dict[str, Any]:
         f"{rollout}.free_cache_engine": on_gpu,
         f"{rollout}.log_prob_micro_batch_size_per_gpu": micro,
         f"{rollout}.log_prob_use_dynamic_bsz": False,
-        f"{rollout}.agent.num_workers": 1 if job.rollout == "alar_hf" else job.nodes,
+        f"{rollout}.agent.num_workers": world if job.rollout == "alar_hf" else job.nodes,
         f"{rollout}.agent.agent_loop_manager_class": f"{ROOM}.agent.LatentAgentLoopManager",
         "reward.num_workers": 0,  # the agent loop judges answers itself
         "trainer.device": "cuda" if on_gpu else "cpu",
@@ -198,7 +203,7 @@ def hydra_values(job: Job) -> dict[str, Any]:
         "trainer.val_before_train": False,
         "trainer.max_actor_ckpt_to_keep": 2,
         "trainer.resume_mode": "auto",
-        "trainer.default_local_dir": str(Path(job.folder) / "resume"),
+        "trainer.default_local_dir": str(job.state),
         "trainer.logger": ["console"],
         "trainer.project_name": "alar",
         "trainer.experiment_name": Path(job.folder).name,

@@ -140,7 +140,7 @@ class LatentTrainer(PPOTrainerSync):
             self.actor_rollout_wg.export_checkpoint(str(self.job.checkpoint))
 
     def _best_file(self) -> Path:
-        return Path(self.job.folder) / "resume" / "best.json"
+        return self.job.state / "best.json"
 
 
 def summary_of(note: dict) -> Summary:
