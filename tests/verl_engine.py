@@ -133,11 +133,15 @@ def compare(model_folder: str, folder: Path, trainable: str, latents: str) -> di
         td, temperature=1.0, calculate_entropy=False, global_batch_size=len(trajectories), mini_batch_size=len(trajectories),
         epochs=1, seed=1, dataloader_kwargs={"shuffle": False},
     )  # fmt: skip
+    gradients = {}
+    engine.optimizer.register_step_pre_hook(
+        lambda *_: gradients.update({name: theirs[name].grad.to_local().clone() for name in trained})
+    )
     metrics = tu.get(worker.actor.train_mini_batch(td), "metrics")
     ours = dict(trainer.model.named_parameters())
 
     def distance(pairs) -> float:
-        pairs = [(a.double().flatten(), b.double().flatten()) for a, b in pairs]
+        pairs = [(a.detach().double().flatten(), b.detach().double().flatten()) for a, b in pairs]
         a, b = torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs])
         return float((a - b).norm() / b.norm())
 
@@ -145,7 +149,7 @@ def compare(model_folder: str, folder: Path, trainable: str, latents: str) -> di
         "same_weights_train": trained == sorted(before),
         "latent_positions": sum(len(t.latents) for t in trajectories),
         "ratio_error": float((ratios - 1).abs().max()),
-        "gradient": distance((theirs[n].grad.to_local(), ours[n].grad) for n in trained),
+        "gradient": distance((gradients[n], ours[n].grad) for n in trained),
         "update": distance((theirs[n].to_local() - before[n], ours[n] - before[n]) for n in trained),
         "weights": distance((theirs[n].to_local(), ours[n]) for n in trained),
         "single": details,

@@ -67,18 +67,19 @@ class LatentTrainer(PPOTrainerSync):
 
     def _fetch_one_gen_batch(self) -> TensorDict:
         batch = super()._fetch_one_gen_batch()
-        batch["uid"] = NonTensorStack(*(f"{info['index']:08d}" for info in batch["extra_info"]))  # the order of the file
+        infos = [getattr(info, "data", info) for info in batch["extra_info"]]
+        batch["uid"] = NonTensorStack(*(f"{info['index']:08d}" for info in infos))  # sorted, they give the file's order
         return batch
 
     def _compute_advantage(self, batch, metrics):
         """Write `rm_scores` (the shaped reward on the last token), `advantages` and `returns` of a step's rollouts."""
         rl, step = self.job.rl, self.global_steps
-        fields = ["uid", "extra_fields", "response_mask", "loss_mask"]
+        fields = ["uid", "extra_fields", "response_mask"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        uids, extras = data.pop("uid").tolist(), data.pop("extra_fields").tolist()
         masks = list(data["response_mask"].unbind())
         real = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
-        notes = [_of(data["extra_fields"], i)["alar"] for i in real]
-        groups = [str(_of(data["uid"], i)) for i in real]
+        notes, groups = [extras[i]["alar"] for i in real], [uids[i] for i in real]
         prompts = [note["prompt_length"] for note in notes]
         summaries = [summary_of(note) for note in notes]
         rewards = rewards_of(summaries, groups, rl, step)
@@ -127,7 +128,7 @@ class LatentTrainer(PPOTrainerSync):
 
     def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch):
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
-        found = {ours: float(metrics[theirs]) for ours, theirs in ROW_OF.items() if theirs in metrics}
+        found = {ours: float(metrics.get(theirs, math.nan)) for ours, theirs in ROW_OF.items()}
         seconds = {"seconds": round(time.perf_counter() - self.started, 2)}
         append_jsonl(self.job.metrics, self.row | found | seconds)
 
@@ -150,12 +151,6 @@ def summary_of(note: dict) -> Summary:
 
 def _tuples(value):
     return tuple(_tuples(item) for item in value) if isinstance(value, list | tuple) else value
-
-
-def _of(stack, index: int):
-    """One row's value of a field that is no tensor."""
-    item = stack[index]
-    return getattr(item, "data", item)
 
 
 def _nested(rows: list[torch.Tensor]) -> torch.Tensor:
