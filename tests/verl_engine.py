@@ -40,7 +40,7 @@ def single_process(model_folder: str, folder: Path, config):
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():  # away from the reference, so that the KL has a gradient
         for p in trained.values():
-            p += 0.02 * torch.randn(p.shape, generator=generator)
+            p += 0.01 * torch.randn(p.shape, generator=generator)
     before = {name: p.detach().clone() for name, p in trained.items()}
     trainer.optimizer = torch.optim.SGD(trained.values(), lr=config.learning_rate)
     trainer.done = STEP - 1

@@ -28,6 +28,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -43,6 +44,7 @@ from alar.rl.rollouts import prompts_of_step
 from alar.rl.verl.data import write_prompts
 from alar.rl.verl.settings import Job, compose, environment_variables, require_verl
 
+FOLLOWED = "--followed"
 TAIL = 25  # lines of the log that an error shows
 PERMITTED_CHANGES = {"overrides", "gpus", "nodes", "processes", "tensor_parallel", "rollout", "threads"}
 
@@ -62,8 +64,9 @@ def train(job: Job, log: Callable[[dict], None] = print, *, poll: float = 0.5) -
     with (folder / "job.log").open("ab") as output:
         start = output.tell()
         process = subprocess.Popen(
-            [sys.executable, "-m", "alar.rl.verl.launch", str(job.save())],
+            [sys.executable, "-m", "alar.rl.verl.launch", str(job.save()), FOLLOWED],
             env=os.environ | environment_variables(job) | {"PYTHONPATH": _python_path()},
+            stdin=subprocess.PIPE,  # closed by the system when this process dies, however it dies
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that all processes of the job can be ended together
@@ -168,11 +171,23 @@ def _python_path() -> str:
     return os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", ""))))
 
 
-def main(path: str) -> None:
+def _end_with_parent() -> None:
+    """End this job when the process that started and followed it is gone, such as a notebook's kernel."""
+
+    def wait():
+        sys.stdin.buffer.read()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def main(path: str, *options: str) -> None:
     """The driver: compose verl's configuration, start or join Ray, run the task."""
     require_verl()
     job = Job.read(path)
     os.environ.update(environment_variables(job))  # before verl is imported: it chooses its platform then
+    if FOLLOWED in options:
+        _end_with_parent()
     import ray
     from verl.trainer.main_ppo import run_ppo
 
@@ -180,10 +195,13 @@ def main(path: str) -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        run_ppo(compose(job), task_runner_class=ray.remote(num_cpus=1)(LatentTaskRunner))
+        config = compose(job)
+        if os.environ.get("RAY_ADDRESS"):  # a running cluster has its own resources
+            config.ray_kwargs.ray_init = {"runtime_env": config.ray_kwargs.ray_init.runtime_env}
+        run_ppo(config, task_runner_class=ray.remote(num_cpus=1)(LatentTaskRunner))
     finally:
         ray.shutdown()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

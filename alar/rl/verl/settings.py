@@ -111,7 +111,8 @@ def environment_variables(job: Job) -> dict[str, str]:
             "VERL_PLATFORM": "cpu",
             "VERL_USE_EXTERNAL_MODULES": f"{ROOM}.cpu",
             "OMP_NUM_THREADS": str(job.threads),
-            "RAY_worker_register_timeout_seconds": "600",  # importing verl takes long on a busy machine
+            "RAY_worker_register_timeout_seconds": "600",  # Ray and verl take long to import on a busy machine
+            "RAY_raylet_start_wait_time_s": "600",
         }
     return variables
 
