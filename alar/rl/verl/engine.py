@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
-from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name
+from verl.utils.device import get_device_id
+from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name, offload_fsdp_model_to_cpu
 from verl.utils.model import convert_weight_keys
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -74,7 +75,13 @@ class LatentFSDPEngine(FSDPEngineWithLMHead):
 
     def _merged_lora_per_tensor_param(self):
         """Whole weights with the adapters merged, in the dtype they are trained in; verl's own would round to bfloat16."""
-        with merged_lora_context(self.module, backup_adapters=True):
-            params = normalize_peft_param_name(self.module.state_dict())
-            for name, parameter in convert_weight_keys(params, self.module).items():
-                yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach().clone()
+        device = get_device_id()
+        try:
+            with merged_lora_context(self.module, backup_adapters=True):
+                params = normalize_peft_param_name(self.module.state_dict())
+                for name, parameter in convert_weight_keys(params, self.module).items():
+                    sharded = isinstance(parameter, DTensor)
+                    yield name, parameter.to(device).full_tensor() if sharded else parameter.detach().clone()
+        finally:
+            if self._is_offload_param:
+                offload_fsdp_model_to_cpu(self.module)

@@ -35,7 +35,6 @@ class HFServer:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         model, tokenizer = load(folder)
         self.engine = HFEngine(model, tokenizer)
-        self.weights_of = None  # the trainer's step that the weights belong to
 
     def submit(self, requests: list[TurnRequest], sampling: Sampling) -> None:
         self.engine.submit(requests, sampling)
@@ -49,16 +48,12 @@ class HFServer:
     def release(self, sessions: list[int]) -> None:
         self.engine.release(sessions)
 
-    def weights_step(self) -> int | None:
-        return self.weights_of
-
     def latent_probabilities(self, trajectories: list[Trajectory]) -> list[list[float]]:
         return latent_probabilities(self.engine.model, self.engine.codec, trajectories)
 
-    def update_weights(self, weights: dict[str, torch.Tensor], step: int | None) -> None:
+    def update_weights(self, weights: dict[str, torch.Tensor]) -> None:
         load_whole(self.engine.model, weights)
         self.engine.reset()
-        self.weights_of = step
 
     def nothing(self, *args, **kwargs) -> None:
         """For verl's requests to sleep, wake up, profile or clear caches: memory is not shared here."""
@@ -112,12 +107,12 @@ class HFRollout(BaseRollout):
     async def release(self):
         pass
 
-    async def update_weights(self, weights, wire_format="named_tensors", global_steps=None, **kwargs):
+    async def update_weights(self, weights, wire_format="named_tensors", **kwargs):
         if wire_format != "named_tensors" or kwargs.get("peft_config"):
             raise ValueError("alar_hf takes whole weights: leave the checkpoint engine naive and model.lora.merge True")
         whole = {name: tensor.detach().cpu().clone() for name, tensor in weights}
         server = ray.get_actor(server_name(torch.distributed.get_rank()))
-        await server.update_weights.remote(whole, global_steps)
+        await server.update_weights.remote(whole)
 
 
 def _vllm_replica():

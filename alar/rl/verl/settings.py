@@ -17,7 +17,6 @@ from typing import Any
 
 from alar.jsonl import write_json
 from alar.rl.config import RLConfig
-from alar.train.supervised import LORA_TARGETS
 
 TESTED_VERL = "0.9.1"
 INSTALL = "python run_all.py --install engines"
@@ -119,6 +118,8 @@ def environment_variables(job: Job) -> dict[str, str]:
 
 def hydra_values(job: Job) -> dict[str, Any]:
     """verl's key → value. The batch of a step is one mini-batch, cut into `gradient_accumulation` micro-batches."""
+    from alar.train.supervised import LORA_TARGETS  # brings transformers' Trainer along
+
     rl, world = job.rl, job.workers * job.nodes
     rollouts = rl.prompts_per_step * rl.group_size
     if rollouts % world:
@@ -150,7 +151,7 @@ def hydra_values(job: Job) -> dict[str, Any]:
         f"{model}.lora_rank": rl.lora_rank if rl.trainable == "lora" else 0,
         f"{model}.lora_alpha": rl.lora_alpha,
         f"{model}.target_modules": list(LORA_TARGETS),
-        f"{model}.lora": {"merge": True},  # the rollout receives whole weights, the projector among them
+        f"{model}.lora.merge": True,  # the rollout receives whole weights, the projector among them
         f"{actor}.strategy": "fsdp2",
         f"{actor}.ppo_mini_batch_size": rl.prompts_per_step,
         f"{actor}.ppo_micro_batch_size_per_gpu": micro,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
 from pathlib import Path
 
@@ -53,9 +54,7 @@ class LatentTrainer(PPOTrainerSync):
     def _load_checkpoint(self):
         super()._load_checkpoint()
         rewind_jsonl(self.job.metrics, lambda row: row["step"] <= self.global_steps)
-        best = self._best_file()
-        if best.exists() and json.loads(best.read_text())["step"] > self.global_steps:
-            best.unlink()  # chosen by steps that are now done again
+        self._keep_best([entry for entry in self._best() if entry["step"] <= self.global_steps])
 
     def on_train_begin(self):
         super().on_train_begin()
@@ -118,11 +117,10 @@ class LatentTrainer(PPOTrainerSync):
         notes = reward_extra_infos_dict.pop("alar")
         checked = validation_metrics([summary_of(json.loads(note)) for note in notes], self.job.rl)
         self.row |= checked
-        best = self._best_file()
-        record = json.loads(best.read_text())["reward"] if best.exists() else -math.inf
-        if self.job.rl.select == "best" and checked["validation_reward"] > record:
-            self.actor_rollout_wg.export_checkpoint(str(best.parent / "best"))
-            write_json(best, {"step": self.global_steps, "reward": checked["validation_reward"]})
+        best, reward = self._best(), checked["validation_reward"]
+        if self.job.rl.select == "best" and (not best or reward > best[-1]["reward"]):
+            self.actor_rollout_wg.export_checkpoint(str(self._best_folder(self.global_steps)))
+            self._keep_best([*best[-1:], {"step": self.global_steps, "reward": reward}])
         metrics = super()._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, sample_turns, **kwargs)
         return metrics | {f"alar/{name}": value for name, value in checked.items()}
 
@@ -134,14 +132,24 @@ class LatentTrainer(PPOTrainerSync):
 
     def finish(self) -> None:
         """Leave the selected policy as the job's checkpoint folder."""
-        best = self._best_file()
-        if best.exists():
-            (best.parent / "best").rename(self.job.checkpoint)
+        if best := self._best():
+            self._best_folder(best[-1]["step"]).rename(self.job.checkpoint)
         else:
             self.actor_rollout_wg.export_checkpoint(str(self.job.checkpoint))
 
-    def _best_file(self) -> Path:
-        return self.job.state / "best.json"
+    def _best(self) -> list[dict]:
+        """The last two policies that were the best so far: a resumed job may be behind the last one."""
+        path = self.job.state / "best.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+    def _best_folder(self, step: int) -> Path:
+        return self.job.state / f"best-{step}"
+
+    def _keep_best(self, entries: list[dict]) -> None:
+        dropped = {entry["step"] for entry in self._best()} - {entry["step"] for entry in entries}
+        write_json(self.job.state / "best.json", entries)
+        for step in dropped:
+            shutil.rmtree(self._best_folder(step), ignore_errors=True)
 
 
 def summary_of(note: dict) -> Summary:
