@@ -11,10 +11,12 @@ On GPUs the trunk and the projector compute in bfloat16 over float32 weights; th
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
-from verl.utils.device import get_device_id
+from verl.utils.device import get_device_id, get_device_name
 from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name, offload_fsdp_model_to_cpu
 from verl.utils.model import convert_weight_keys
 from verl.workers.engine.base import EngineRegistry
@@ -49,6 +51,16 @@ class LatentFSDPEngine(FSDPEngineWithLMHead):
         module = super()._build_lora_module(module)
         module.get_base_model().model.projector.requires_grad_(self.rl.train_projector)
         return module
+
+    def _build_fsdp_module(self, module):
+        if not self.engine_config.forward_only or get_device_name() != "cpu":
+            return super()._build_fsdp_module(module)
+        config = self.engine_config  # verl moves a reference's weights to pinned memory, which needs an accelerator
+        self.engine_config = dataclasses.replace(config, forward_only=False)
+        try:
+            return super()._build_fsdp_module(module)
+        finally:
+            self.engine_config = config
 
     def _build_lr_scheduler(self, optimizer):
         return LambdaLR(optimizer, lambda done: learning_rate_at(min(done, self.rl.steps), self.rl) / self.rl.learning_rate)
