@@ -205,3 +205,22 @@ def test_impossible_counts_are_named_in_the_error(name, value):
 
 def test_no_outcomes_have_no_rewards():
     assert shaped_rewards([], **END) == []
+
+
+HACKS = {
+    "a bare open tag": "<latent>\n\n<answer>Peru</answer>",
+    "thoughts without a close tag": "<latent>••••\n\n<answer>Peru</answer>",
+    "a think block that never closes": "<think>Peru\n\n<answer>Peru</answer>",
+    "no reasoning at all": "<answer>Peru</answer>",
+    "reasoning outside of the tags": "<latent>••••</latent>\n\nIt must be Peru. <answer>Peru</answer>",
+    "reasoning after the answer": "<latent>••••</latent>\n\n<answer>Peru</answer> because of the Andes",
+    "nine empty think blocks": "<latent>••••</latent>" + "<think></think>" * 9 + "\n\n<answer>Peru</answer>",
+    "a second latent block": "<latent>••••</latent>\n\n<latent>••••</latent>\n\n<answer>Peru</answer>",
+    "two answers to choose from": "<latent>••••</latent>\n\n<answer>Chile</answer>\n\n<answer>Peru</answer>",
+}
+
+
+@pytest.mark.parametrize("hack", HACKS)
+def test_a_hack_that_ends_in_the_right_answer_earns_no_more_than_an_honest_wrong_one_when_repaired(hack):
+    honest = rewards(outcome(1, 0, **WRONG), variant="repaired")
+    assert rewards(parsed(HACKS[hack]), variant="repaired") <= honest

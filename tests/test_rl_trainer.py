@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from alar.records import Origin
+from alar.rl import rollouts
 from alar.rl import trainer as module
-from alar.rl.trainer import ARGRPO, RLConfig, make_batch, outcomes_of, token_advantages, token_logprobs
+from alar.rl.rollouts import Summary, outcomes_of, token_advantages
+from alar.rl.trainer import ARGRPO, RLConfig, make_batch, token_logprobs
 from alar.rollout.modes import block_start
 from alar.search.environment import SearchEnvironment
 from alar.search.questions import training_questions, validation_questions
@@ -59,8 +61,9 @@ def test_credit_per_turn_falls_on_sampled_open_tags_only(rolled):
     trainer, trajectories, groups = rolled
     codec = trainer.engine.codec
     rewards = np.random.default_rng(0).normal(size=len(trajectories)).tolist()
-    turn, whole = token_advantages(trajectories, rewards, groups, replace(CONFIG, mode_weight=7.0), codec)
-    flat, same = token_advantages(trajectories, rewards, groups, replace(CONFIG, credit="trajectory"), codec)
+    summaries, lengths = [Summary.of(t, codec) for t in trajectories], [len(t.ids) for t in trajectories]
+    turn, whole = token_advantages(summaries, lengths, rewards, groups, replace(CONFIG, mode_weight=7.0))
+    flat, same = token_advantages(summaries, lengths, rewards, groups, replace(CONFIG, credit="trajectory"))
     assert whole == same
     for t, by_turn, plain, value in zip(trajectories, turn, flat, whole, strict=True):
         assert plain == [value] * len(t.ids)
@@ -120,8 +123,22 @@ def test_a_resumed_run_equals_an_uninterrupted_one(random_model, tmp_path):
     assert rows[-1]["diversity_weight"] < rows[0]["diversity_weight"]
 
 
+def test_groups_without_variance_carry_no_loss_under_the_filter(random_model, tmp_path, monkeypatch):
+    trainer = make(random_model, tmp_path, kept_variance=0.9)
+    monkeypatch.setattr(
+        rollouts, "shaped_rewards", lambda outcomes, **_: [float(n % 4) if n < 4 else 1.0 for n in range(len(outcomes))]
+    )
+    seen = []
+    monkeypatch.setattr(trainer, "_update", lambda trajectories, advantages: seen.append(len(trajectories)) or {})
+    row = trainer.step()
+    assert seen == [4] and row["zero_variance_share"] == pytest.approx(2 / 3) and row["trained_share"] == pytest.approx(1 / 3)
+    monkeypatch.setattr(rollouts, "shaped_rewards", lambda outcomes, **_: [1.0] * len(outcomes))
+    row = trainer.step()
+    assert seen == [4] and row["trained_share"] == 0 and row["zero_variance_share"] == 1
+
+
 def test_the_projector_is_frozen_unless_asked_for(random_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "shaped_rewards", lambda outcomes, **_: [float(n % 3) for n in range(len(outcomes))])
+    monkeypatch.setattr(rollouts, "shaped_rewards", lambda outcomes, **_: [float(n % 3) for n in range(len(outcomes))])
     for train_projector in (False, True):
         trainer = make(random_model, tmp_path / str(train_projector), train_projector=train_projector)
         before = {n: p.clone() for n, p in trainer.model.model.projector.named_parameters()}
@@ -138,14 +155,16 @@ def test_lora_trains_adapters_and_returns_a_plain_model(random_model, tmp_path):
 
 
 def test_outcomes_count_parsed_turns(rolled):
-    _, trajectories, groups = rolled
-    for outcome, t in zip(outcomes_of(trajectories, groups), trajectories, strict=True):
+    trainer, trajectories, groups = rolled
+    summaries = [Summary.of(t, trainer.engine.codec) for t in trajectories]
+    for outcome, t in zip(outcomes_of(summaries, groups), trajectories, strict=True):
         assert outcome.n_latent + outcome.n_think <= len(t.turns)
         assert outcome.well_formed == (t.finish == "answer" and all(turn.well_formed for turn in t.turns))
 
 
 @pytest.mark.parametrize(
-    "change", [{"variant": "other"}, {"credit": "none"}, {"latents": "frozen"}, {"latents": "cached", "train_projector": True}]
+    "change", [{"variant": "other"}, {"credit": "none"}, {"latents": "frozen"}, {"latents": "cached", "train_projector": True},
+               {"trainable": "none"}, {"kept_variance": 0.0}]
 )
 def test_settings_that_cannot_be_are_refused(change):
     with pytest.raises(ValueError, match="rl\\."):

@@ -163,6 +163,7 @@ class Rl(Section):
     credit: Literal["trajectory", "turn"] = "turn"
     explore_fraction: Share = 0.5  # of each group's rollouts, whose modes are drawn at random turn by turn
     mode_weight: Annotated[float, Field(ge=0)] = 12.0
+    kept_variance: Annotated[float, Field(gt=0, le=1)] = 1.0  # below 1: only groups that hold this share of the variance
     latents: Literal["recomputed", "cached"] = "recomputed"
     trainable: Literal["lora", "full"] = "full"
     lora_rank: Count = 16
@@ -173,6 +174,8 @@ class Rl(Section):
     validation_questions: Count = 128
     checkpoint_every: Count = 10
     trainer: Literal["single", "verl"] = "single"
+    nodes: Count = 1  # for verl; it takes all GPUs of each
+    tensor_parallel: Count = 1  # for verl with rollout.engine vllm: GPUs that share one model
 
     def inconsistencies(self):
         found = []

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from statistics import pvariance
 
 import torch
 from jaxtyping import Bool, Float, Num, Shaped
@@ -188,6 +189,29 @@ def mode_advantages(
         return 0.5 * (means[group, turn, bool(latent)] - means[group, turn, not latent])
 
     return [[credit(group, turn, latent) for turn, latent in enumerate(own)] for own, group in zip(modes, groups)]
+
+
+def informative_groups(rewards: Sequence[float], groups: Sequence[Hashable], share: float) -> set[Hashable]:
+    """The groups that hold `share` of the rewards' variance, the most varied first; none where nothing varies.
+
+    RAGEN's filter by signal to noise: a group of nearly equal rewards is divided by its small deviation, so that its
+    noise weighs as much as another group's signal. ValueError for a share outside (0, 1] or rewards that are not finite.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"a share of {share} of the variance: expected more than 0 and at most 1")
+    members: dict[Hashable, list[float]] = defaultdict(list)
+    for reward, group in zip(rewards, groups, strict=True):
+        if not math.isfinite(reward):
+            raise ValueError(f"a reward of group {group!r} is {reward}")
+        members[group].append(reward)
+    variances = {group: pvariance(values) for group, values in members.items()}
+    total, held, kept = math.fsum(variances.values()), 0.0, set()
+    for group in sorted(variances, key=variances.get, reverse=True):
+        if variances[group] <= 1e-18 or held >= share * total * (1 - 1e-12):
+            break
+        held += variances[group]
+        kept.add(group)
+    return kept
 
 
 def mode_information(p_latent: Float[Tensor, "states"]) -> tuple[float, float, float]:

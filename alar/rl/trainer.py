@@ -9,7 +9,6 @@ group takes modes that are forced at random, turn by turn, so that the compariso
 from __future__ import annotations
 
 import copy
-import random
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,63 +18,24 @@ import torch
 
 from alar.jsonl import replacing
 from alar.records import Origin, Question, Trajectory
-from alar.rl.objective import group_advantages, kl_penalty, mode_advantages, mode_information, policy_loss
-from alar.rl.reward import Outcome, diversity_weight, shaped_rewards
+from alar.rl.config import RLConfig, learning_rate_at
+from alar.rl.objective import kl_penalty, policy_loss
+from alar.rl.rollouts import (
+    Summary,
+    mode_plan,
+    prompts_of_step,
+    rewards_of,
+    rollout_metrics,
+    rollout_seed,
+    token_advantages,
+    trained_rows,
+    validation_metrics,
+)
 from alar.rollout.engine import Sampling
 from alar.rollout.hf import HFEngine, policy_logits
 from alar.rollout.loop import run
-from alar.rollout.modes import block_start, latent_probabilities
+from alar.rollout.modes import latent_probabilities
 from alar.train.supervised import merged, trainable_model
-
-
-@dataclass(frozen=True)
-class RLConfig:
-    """Published values as defaults where there are any (group 8, lr 1e-6, KL 1e-3, α 0.3, L 400 characters)."""
-
-    steps: int = 100
-    prompts_per_step: int = 16
-    group_size: int = 8
-    learning_rate: float = 1e-6
-    schedule: str = "constant"  # "constant" | "linear" (to zero over all steps)
-    warmup_ratio: float = 0.0  # of the steps: the rate rises linearly to learning_rate
-    temperature: float = 1.0
-    kl_coefficient: float = 1e-3
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    alpha: float = 0.3
-    length_tolerance: float = 400.0
-    variant: str = "repaired"
-    norm_adv_by_std: bool = True  # False: advantages keep the rewards' scale (Dr. GRPO)
-    credit: str = "turn"
-    mode_weight: float = 1.0
-    explore_fraction: float = 0.5
-    latents: str = "recomputed"
-    trainable: str = "lora"
-    lora_rank: int = 16
-    lora_alpha: int = 32
-    train_projector: bool = False
-    gradient_accumulation: int = 4
-    max_turns: int = 6
-    max_new_tokens: int = 256
-    rollout_batch: int = 256
-    validation_every: int = 10
-    checkpoint_every: int = 10
-    select: str = "best"  # "best" | "last": which weights are returned, by reward on the validation questions
-    seed: int = 0
-
-    def __post_init__(self):
-        choices = {
-            "variant": ("published", "repaired"),
-            "credit": ("trajectory", "turn"),
-            "schedule": ("constant", "linear"),
-            "latents": ("recomputed", "cached"),
-            "select": ("best", "last"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"rl.{name} is {getattr(self, name)!r}: expected one of {', '.join(allowed)}")
-        if self.latents == "cached" and self.train_projector:
-            raise ValueError("rl.latents: cached gives the projector no gradient; use recomputed, or freeze it")
 
 
 @dataclass
@@ -123,43 +83,6 @@ def token_logprobs(model, batch: Batch, *, temperature: float, latents: str) -> 
     return torch.log_softmax(logits, -1).gather(1, batch.ids[:, 1:][chosen][:, None])[:, 0]
 
 
-def outcomes_of(trajectories: Sequence[Trajectory], groups: Sequence[int]) -> list[Outcome]:
-    return [
-        Outcome(group, t.correct, t.well_formed, t.num_latent_turns, t.num_think_turns, t.think_length)
-        for t, group in zip(trajectories, groups)
-    ]
-
-
-def token_advantages(
-    trajectories: Sequence[Trajectory], rewards: Sequence[float], groups: Sequence[int], config: RLConfig, codec
-) -> tuple[list[list[float]], list[float]]:
-    """Advantage of every token, and of every trajectory. With `credit="turn"` the pieces of a turn's open tag carry the
-    credit of the mode chosen there, times `mode_weight`, instead of the trajectory's advantage."""
-    whole = group_advantages(
-        torch.tensor(rewards), torch.tensor(groups), norm_by_std=config.norm_adv_by_std
-    ).tolist()
-    tokens = [[value] * len(t.ids) for value, t in zip(whole, trajectories)]
-    if config.credit == "turn":
-        latent_of = {"latent": True, "think": False}
-        modes = [[latent_of.get(turn.mode) for turn in t.turns] for t in trajectories]
-        for row, (t, credits) in enumerate(zip(trajectories, mode_advantages(modes, whole, list(groups)))):
-            for number, credit in enumerate(credits):
-                if modes[row][number] is None:
-                    continue
-                begin = block_start(t, number, codec)
-                tag = codec.latent_open if modes[row][number] else codec.think_open
-                if t.ids[begin : begin + len(tag)] == tag:
-                    tokens[row][begin : begin + len(tag)] = [config.mode_weight * credit] * len(tag)
-    return tokens, whole
-
-
-def learning_rate_at(done: int, config: RLConfig) -> float:
-    """Rate of the step that follows `done` finished ones."""
-    rising = min(1.0, (done + 1) / max(1.0, config.warmup_ratio * config.steps))
-    remaining = 1 - done / config.steps if config.schedule == "linear" else 1.0
-    return config.learning_rate * rising * remaining
-
-
 class ARGRPO:
     """The trainer. `step()` does one update; `fit()` all of them, with validation, checkpoints and resume."""
 
@@ -186,36 +109,20 @@ class ARGRPO:
         self.best = float("-inf")
         self.rows: list[dict] = []
 
-    def prompts(self, step: int) -> list[Question]:
-        """The questions of a step: a function of the seed and the step alone, so that a resumed run goes on alike."""
-        size = self.config.prompts_per_step
-        per_epoch = len(self.questions) // size
-        order = list(range(len(self.questions)))
-        random.Random(f"prompts {self.config.seed} {(step - 1) // per_epoch}").shuffle(order)
-        first = (step - 1) % per_epoch * size
-        return [self.questions[i] for i in order[first : first + size]]
-
     def rollouts(self, step: int) -> tuple[list[Trajectory], list[int]]:
         """Groups of trajectories; the last `explore_fraction` of each group has random forced modes."""
         config = self.config
-        questions = [q for q in self.prompts(step) for _ in range(config.group_size)]
-        explorers = round(config.explore_fraction * config.group_size)
-
-        def plan(row: int, turn: int) -> str:
-            if row % config.group_size < config.group_size - explorers:
-                return "free"
-            return random.Random(f"explore {config.seed} {step} {row} {turn}").choice(("think", "latent"))
-
+        questions = [q for q in prompts_of_step(self.questions, config, step) for _ in range(config.group_size)]
         self.engine.reset()
         trajectories = run(
             questions,
             self.engine,
             self.environment,
             Sampling(config.max_new_tokens, config.temperature, stop=self.environment.stop),
-            modes=plan,
+            modes=mode_plan(config, step),
             max_turns=config.max_turns,
             batch_size=config.rollout_batch,
-            seed=config.seed * 1_000_003 + step,
+            seed=rollout_seed(config, step),
         )
         return trajectories, [row // config.group_size for row in range(len(questions))]
 
@@ -225,20 +132,20 @@ class ARGRPO:
         number = self.done + 1
         self.model.eval()
         trajectories, groups = self.rollouts(number)
-        rewards = shaped_rewards(
-            outcomes_of(trajectories, groups),
-            step=number,
-            total_steps=config.steps,
-            alpha=config.alpha,
-            length_tolerance=config.length_tolerance,
-            variant=config.variant,
-        )
-        advantages, _ = token_advantages(trajectories, rewards, groups, config, self.engine.codec)
-        update = self._update(trajectories, advantages)
+        summaries = [Summary.of(t, self.engine.codec) for t in trajectories]
+        rewards = rewards_of(summaries, groups, config, number)
+        lengths = [len(t.ids) for t in trajectories]
+        advantages, _ = token_advantages(summaries, lengths, rewards, groups, config)
+        trained = [row for row, used in enumerate(trained_rows(rewards, groups, config)) if used]
+        update = self._update([trajectories[row] for row in trained], [advantages[row] for row in trained]) if trained else {}
         self.done = number
-        free = [t for row, t in enumerate(trajectories) if not any(turn.forced_mode for turn in t.turns)]
-        return self._metrics(number, free or trajectories, rewards, update) | {
-            "seconds": round(time.perf_counter() - started, 2)
+        free = [t for t, s in zip(trajectories, summaries) if not s.forced] or trajectories
+        p_latent = latent_probabilities(self.engine.model, self.engine.codec, free)
+        return {
+            **rollout_metrics(summaries, p_latent, rewards, groups, config, number),
+            "learning_rate": learning_rate_at(number - 1, config),
+            **update,
+            "seconds": round(time.perf_counter() - started, 2),
         }
 
     def _update(self, trajectories: list[Trajectory], advantages: list[list[float]]) -> dict:
@@ -281,36 +188,6 @@ class ARGRPO:
         self.optimizer.step()
         return sums
 
-    def _metrics(self, number: int, trajectories: list[Trajectory], rewards: list[float], update: dict) -> dict:
-        """`trajectories` are those whose modes the policy chose itself."""
-        turns = [
-            (turn.mode == "latent", index in t.question.hard_turns)
-            for t in trajectories
-            for index, turn in enumerate(t.turns)
-        ]
-
-        def share(wanted: Sequence[bool]) -> float:
-            return sum(wanted) / len(wanted) if wanted else float("nan")
-
-        p_latent = latent_probabilities(self.engine.model, self.engine.codec, trajectories)
-        entropy, given_state, information = mode_information(torch.tensor([p for row in p_latent for p in row]))
-        return {
-            "step": number,
-            "reward": sum(rewards) / len(rewards),
-            "accuracy": share([t.correct for t in trajectories]),
-            "well_formed": share([t.well_formed for t in trajectories]),
-            "generated_tokens": sum(t.generated_tokens for t in trajectories) / len(trajectories),
-            "latent_share": share([latent for latent, _ in turns]),
-            "latent_share_hard": share([latent for latent, hard in turns if hard]),
-            "latent_share_easy": share([latent for latent, hard in turns if not hard]),
-            "mode_entropy": float(entropy),
-            "mode_entropy_given_state": float(given_state),
-            "mutual_information": float(information),
-            "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "diversity_weight": diversity_weight(number, self.config.steps),
-            **update,
-        }
-
     def validate(self) -> dict:
         """Greedy rollouts on the validation questions (counterfactual worlds that nothing trains on)."""
         config = self.config
@@ -324,19 +201,7 @@ class ARGRPO:
             max_turns=config.max_turns,
             batch_size=config.rollout_batch,
         )
-        outcomes = outcomes_of(trajectories, range(len(trajectories)))
-        rewards = shaped_rewards(
-            outcomes, step=config.steps, total_steps=config.steps, alpha=config.alpha,
-            length_tolerance=config.length_tolerance, variant=config.variant,
-        )
-        count = len(trajectories)
-        return {
-            "validation_reward": sum(rewards) / count,
-            "validation_accuracy": sum(t.correct for t in trajectories) / count,
-            "validation_tokens": sum(t.generated_tokens for t in trajectories) / count,
-            "validation_latent_share": sum(t.num_latent_turns for t in trajectories)
-            / max(1, sum(len(t.turns) for t in trajectories)),
-        }
+        return validation_metrics([Summary.of(t, self.engine.codec) for t in trajectories], config)
 
     def fit(self, log: Callable[[dict], None] = print):
         """All steps, from `folder`/resume.pt if there is one; returns the selected model, merged and in eval mode."""

@@ -44,13 +44,15 @@ def run(
     max_turns: int = 6,
     batch_size: int = 256,
     seed: int = 0,
+    first_row: int = 0,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> list[Trajectory]:
     """One trajectory for each question, in order.
 
     `modes`: "free" lets the policy choose; "think" and "latent" force the open tag of every turn; "off" leaves `<latent>`
     plain text (a base model); or a function of (row, turn). At most `batch_size` trajectories are under way at once; the
-    same `seed` gives the same ones whatever `batch_size` is, up to rounding. `progress` wraps an iteration in which a step
+    same `seed` gives the same ones whatever `batch_size` is, up to rounding. `first_row` is the row of the first question,
+    for calls that share the rows of one batch. `progress` wraps an iteration in which a step
     is a finished trajectory.
     """
     plan = modes if callable(modes) else lambda row, turn: modes
@@ -58,10 +60,10 @@ def run(
         raise ValueError(f"modes {modes!r}: expected one of {', '.join(MODES)}, or a function of (row, turn)")
     if batch_size < 1:
         raise ValueError(f"batch_size {batch_size}: expected at least one trajectory at a time")
-    loop = _Loop(engine, environment, sampling, plan, max_turns, seed)
+    loop = _Loop(engine, environment, sampling, plan, max_turns, seed, first_row)
     finished = loop.finish(questions, batch_size)
     trajectories = dict(next(finished) for _ in progress(range(len(questions))))
-    return [trajectories[row] for row in range(len(questions))]
+    return [trajectories[first_row + index] for index in range(len(questions))]
 
 
 @dataclass
@@ -81,6 +83,7 @@ class _Loop:
     plan: ModePlan
     max_turns: int
     seed: int
+    first_row: int
 
     def finish(self, questions: Sequence[Question], slots: int) -> Iterator[tuple[int, Trajectory]]:
         """(row, trajectory) as they end."""
@@ -90,8 +93,9 @@ class _Loop:
         try:
             while live or asked < len(questions):
                 while asked < len(questions) and len(live) < slots:
-                    live[asked] = _Rollout(_start(questions[asked], self.engine))
-                    entering.append(asked)
+                    row = self.first_row + asked
+                    live[row] = _Rollout(_start(questions[asked], self.engine))
+                    entering.append(row)
                     asked += 1
                 self.engine.submit([self._request(row, live[row]) for row in entering], self.sampling)
                 ended = []

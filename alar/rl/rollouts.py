@@ -1,0 +1,191 @@
+"""What AR-GRPO makes of one step's rollouts: rewards, advantages and metrics, the same for both trainers.
+
+A `Summary` says of a trajectory what these need, without tokens or tensors, so that it can travel between the processes
+of a distributed job as well as stay in one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from alar.records import Question, Trajectory
+from alar.rl.config import RLConfig
+from alar.rl.objective import group_advantages, informative_groups, mode_advantages, mode_information
+from alar.rl.reward import Outcome, diversity_weight, shaped_rewards
+from alar.rollout.codec import Codec
+from alar.rollout.loop import ModePlan
+from alar.rollout.modes import block_start
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Per turn: `modes` (latent, text, None without a block), `tags` (span of the open tag among the trajectory's ids, empty
+    where it was written in other pieces), and `hard`. `forced` trajectories did not choose all of their modes themselves."""
+
+    correct: bool
+    well_formed: bool
+    n_latent: int
+    n_think: int
+    think_length: int
+    generated_tokens: int
+    modes: tuple[bool | None, ...]
+    tags: tuple[tuple[int, int], ...]
+    hard: tuple[bool, ...]
+    forced: bool
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, codec: Codec) -> Summary:
+        latent_of = {"latent": True, "think": False}
+        modes = tuple(latent_of.get(turn.mode) for turn in trajectory.turns)
+        return cls(
+            correct=trajectory.correct,
+            well_formed=trajectory.well_formed,
+            n_latent=trajectory.num_latent_turns,
+            n_think=trajectory.num_think_turns,
+            think_length=trajectory.think_length,
+            generated_tokens=trajectory.generated_tokens,
+            modes=modes,
+            tags=tuple(_tag(trajectory, number, mode, codec) for number, mode in enumerate(modes)),
+            hard=tuple(number in trajectory.question.hard_turns for number in range(len(modes))),
+            forced=any(turn.forced_mode for turn in trajectory.turns),
+        )
+
+
+def _tag(trajectory: Trajectory, turn: int, latent: bool | None, codec: Codec) -> tuple[int, int]:
+    begin = block_start(trajectory, turn, codec)
+    tag = codec.latent_open if latent else codec.think_open
+    written = latent is not None and trajectory.ids[begin : begin + len(tag)] == tag
+    return begin, begin + len(tag) if written else begin
+
+
+def prompts_of_step(questions: Sequence[Question], config: RLConfig, step: int) -> list[Question]:
+    """The questions of a step, counted from 1: a function of the seed and the step alone, so that a resumed run goes on
+    alike; each question comes once per epoch. ValueError where there are fewer than one step needs."""
+    size = config.prompts_per_step
+    per_epoch = len(questions) // size
+    if not per_epoch:
+        raise ValueError(f"{len(questions)} training questions, fewer than rl.prompts_per_step")
+    order = list(range(len(questions)))
+    random.Random(f"prompts {config.seed} {(step - 1) // per_epoch}").shuffle(order)
+    first = (step - 1) % per_epoch * size
+    return [questions[i] for i in order[first : first + size]]
+
+
+def mode_plan(config: RLConfig, step: int) -> ModePlan:
+    """The last `explore_fraction` of every group takes modes drawn at random, turn by turn; the rest is free."""
+    explorers = round(config.explore_fraction * config.group_size)
+
+    def plan(row: int, turn: int) -> str:
+        if row % config.group_size < config.group_size - explorers:
+            return "free"
+        return random.Random(f"explore {config.seed} {step} {row} {turn}").choice(("think", "latent"))
+
+    return plan
+
+
+def rollout_seed(config: RLConfig, step: int) -> int:
+    return config.seed * 1_000_003 + step
+
+
+def outcomes_of(summaries: Sequence[Summary], groups: Sequence[Hashable]) -> list[Outcome]:
+    return [
+        Outcome(group, s.correct, s.well_formed, s.n_latent, s.n_think, s.think_length)
+        for s, group in zip(summaries, groups, strict=True)
+    ]
+
+
+def rewards_of(summaries: Sequence[Summary], groups: Sequence[Hashable], config: RLConfig, step: int) -> list[float]:
+    """The shaped rewards at a step of the trainer, in the order of the summaries."""
+    return shaped_rewards(
+        outcomes_of(summaries, groups),
+        step=step,
+        total_steps=config.steps,
+        alpha=config.alpha,
+        length_tolerance=config.length_tolerance,
+        variant=config.variant,
+    )
+
+
+def trained_rows(rewards: Sequence[float], groups: Sequence[Hashable], config: RLConfig) -> list[bool]:
+    """Which rollouts carry loss: all, or with `kept_variance` below 1 those of informative groups."""
+    if config.kept_variance == 1:
+        return [True] * len(groups)
+    kept = informative_groups(rewards, groups, config.kept_variance)
+    return [group in kept for group in groups]
+
+
+def token_advantages(
+    summaries: Sequence[Summary],
+    lengths: Sequence[int],
+    rewards: Sequence[float],
+    groups: Sequence[Hashable],
+    config: RLConfig,
+) -> tuple[list[list[float]], list[float]]:
+    """Advantage of every token, and of every trajectory, `lengths` tokens long. With `credit="turn"` the pieces of a turn's
+    open tag carry the credit of the mode chosen there, times `mode_weight`, instead of the trajectory's advantage."""
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+    whole = group_advantages(
+        torch.tensor(rewards), torch.tensor([numbers[group] for group in groups]), norm_by_std=config.norm_adv_by_std
+    ).tolist()
+    tokens = [[value] * length for value, length in zip(whole, lengths, strict=True)]
+    if config.credit == "turn":
+        credits = mode_advantages([s.modes for s in summaries], whole, list(groups))
+        for row, (summary, credited) in enumerate(zip(summaries, credits)):
+            for (begin, end), credit in zip(summary.tags, credited):
+                tokens[row][begin:end] = [config.mode_weight * credit] * (end - begin)
+    return tokens, whole
+
+
+def rollout_metrics(
+    summaries: Sequence[Summary],
+    p_latent: Sequence[Sequence[float]],
+    rewards: Sequence[float],
+    groups: Sequence[Hashable],
+    config: RLConfig,
+    step: int,
+) -> dict[str, float]:
+    """Metrics of one step. Those of behaviour describe the trajectories whose modes the policy chose itself, if there are
+    any; `p_latent` are the probabilities of the latent mode in the states that these visited, trajectory by trajectory."""
+    chosen = [s for s in summaries if not s.forced] or list(summaries)
+    turns = [(mode is True, hard) for s in chosen for mode, hard in zip(s.modes, s.hard)]
+    entropy, given_state, information = mode_information(torch.tensor([p for row in p_latent for p in row]))
+    by_group = defaultdict(list)
+    for reward, group in zip(rewards, groups, strict=True):
+        by_group[group].append(reward)
+    return {
+        "step": step,
+        "reward": sum(rewards) / len(rewards),
+        "accuracy": _share([s.correct for s in chosen]),
+        "well_formed": _share([s.well_formed for s in chosen]),
+        "generated_tokens": sum(s.generated_tokens for s in chosen) / len(chosen),
+        "latent_share": _share([latent for latent, _ in turns]),
+        "latent_share_hard": _share([latent for latent, hard in turns if hard]),
+        "latent_share_easy": _share([latent for latent, hard in turns if not hard]),
+        "mode_entropy": float(entropy),
+        "mode_entropy_given_state": float(given_state),
+        "mutual_information": float(information),
+        "zero_variance_share": _share([max(group) - min(group) < 1e-9 for group in by_group.values()]),
+        "trained_share": _share(trained_rows(rewards, groups, config)),
+        "diversity_weight": diversity_weight(step, config.steps),
+    }
+
+
+def validation_metrics(summaries: Sequence[Summary], config: RLConfig) -> dict[str, float]:
+    """Of greedy rollouts, one per question; their reward is that of the last step, where diversity no longer pays."""
+    rewards = rewards_of(summaries, range(len(summaries)), config, config.steps)
+    count = len(summaries)
+    return {
+        "validation_reward": sum(rewards) / count,
+        "validation_accuracy": sum(s.correct for s in summaries) / count,
+        "validation_tokens": sum(s.generated_tokens for s in summaries) / count,
+        "validation_latent_share": sum(s.n_latent for s in summaries) / max(1, sum(len(s.modes) for s in summaries)),
+    }
+
+
+def _share(wanted: Sequence[bool]) -> float:
+    return sum(wanted) / len(wanted) if wanted else float("nan")

@@ -1,0 +1,68 @@
+"""verl's engine and our single-process trainer do the same mathematics: log-probs, gradient and one step of plain SGD.
+
+All cases run in one process of their own (tests/verl_engine.py): verl chooses its platform when it is imported.
+"""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from alar import runs
+from alar.model import from_base, save
+
+INSTALL = "python run_all.py --install engines"
+CASES = ["full-recomputed", "full-cached", "lora-recomputed", "lora-cached"]
+
+
+def verl_is_installed() -> bool:
+    try:
+        return bool(importlib.metadata.version("verl"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+pytestmark = pytest.mark.skipif(not verl_is_installed(), reason=f"verl is not installed: {INSTALL}")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("verl")
+    save(*from_base("embedded"), folder / "model")
+    process = subprocess.run(
+        [sys.executable, "tests/verl_engine.py", str(folder / "model"), str(folder)],
+        cwd=runs.repository(), capture_output=True, text=True, timeout=1200,
+        env=os.environ | {"PYTHONPATH": str(runs.repository()), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads((folder / "result.json").read_text())
+
+
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_ratio_is_one(results, case):
+    assert results[case]["ratio_error"] <= 1e-5
+    assert results[case]["verl"]["actor/ratio_error"] <= 1e-5
+    assert results[case]["latent_positions"] >= 8
+
+
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_and_one_sgd_step_equal_the_single_process_trainer(results, case):
+    found = results[case]
+    assert found["same_weights_train"]
+    assert found["projector_trains"] == case.endswith("recomputed")
+    assert found["gradient"] <= 1e-5
+    assert found["update"] <= 1e-5
+    assert found["weights"] <= 1e-6
+
+
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize("case", CASES)
+def test_both_report_the_same_loss_and_kl(results, case):
+    single, verl = results[case]["single"], results[case]["verl"]
+    assert verl["actor/pg_loss"] == pytest.approx(single["loss"], rel=1e-4, abs=1e-6)
+    assert verl["kl_loss"] == pytest.approx(single["kl"], rel=1e-4) and single["kl"] > 1e-6
