@@ -5,7 +5,7 @@
                 16 at once are asked of it
     AR-GRPO     single: training of one part + the reference's 4 P + KV cache
                 verl:   training of a micro-batch under gradient checkpointing in bfloat16, the first three divided by the
-                        GPUs (FSDP), + vLLM's weights and KV cache
+                        GPUs of all nodes (FSDP), + vLLM's weights and KV cache, divided by tensor_parallel
 
 P parameters, t those that train, a activation values per token, V vocabulary. Notebooks train and decode on one device.
 They and verl's actor keep weights in float32, vLLM computes in bfloat16. With LoRA verl's reference is the actor without
@@ -72,7 +72,7 @@ def decoding(size: Size, rows: int, tokens: int, *, itemsize: int) -> dict[str, 
 
 
 def needs(experiment: Experiment, size: Size, domain: str, stages: frozenset[str], gpus: int = 1) -> list[Need]:
-    """What the given stages ("02", …) hold on a device; verl shares its work over `gpus` of them."""
+    """What the given stages ("02", …) hold on a device; verl shares its work over `gpus` of them on each node."""
     tokens = context_tokens(experiment, domain)
     scored = experiment.rollout.max_turns * experiment.rollout.max_new_tokens
     found = []
@@ -95,11 +95,13 @@ def _reinforcement(experiment: Experiment, size: Size, tokens: int, scored: int,
     trainable = size.trainable(rl.trainable, rl.lora_rank, projector=rl.train_projector)
     rows = rl.prompts_per_step * rl.group_size
     if rl.trainer == "verl":
+        gpus *= rl.nodes
         own = math.ceil(rows / gpus)
         part = math.ceil(own / rl.gradient_accumulation)
         parts = training(size, trainable, tokens=part * tokens, scored=part * scored, processes=gpus)
         parts["activations"] = 2 * size.checkpointed_values * part * tokens
         rollouts = decoding(size, min(VLLM_SEQUENCES, own), tokens, itemsize=2)
+        rollouts = {name: math.ceil(count / rl.tensor_parallel) for name, count in rollouts.items()}
         reference = 0 if rl.trainable == "lora" else math.ceil(4 * size.parameters / gpus)
         extra = {"reference": reference, "vLLM weights": rollouts["weights"], "KV cache": rollouts["KV cache"]}
     else:
