@@ -1,0 +1,95 @@
+"""Where the latent blocks of a trajectory stand, and which segment of the conversation every token belongs to.
+
+    … prompt … <latent> z₁ … z_K </latent> action </information> …
+                        ^start    ^stop     ^action            (positions in `trajectory.ids`)
+
+Pure index arithmetic on ids and origins, shared by the record, the interventions and the probes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from alar.records import Origin, Trajectory
+from alar.rollout.codec import Codec
+
+
+@dataclass(frozen=True)
+class Block:
+    """The first latent block of a turn: positions [start, stop) hold z, `row` is the first one's row in `latents`.
+
+    [action, end) is what the policy wrote behind `</latent>`; `turn` counts from 0.
+    """
+
+    turn: int
+    start: int
+    stop: int
+    action: int
+    end: int
+    row: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row, self.row + self.stop - self.start)
+
+
+def check_trajectory(trajectory: Trajectory, config) -> None:
+    """ValueError if this model cannot have written the trajectory's latents, or the record contradicts itself."""
+    name, reserved = trajectory.question.id, getattr(config, "latent_token_id", None)
+    if reserved is None:
+        raise ValueError(f"{name}: the model has no latent token; load an ALAR checkpoint (alar.model.load)")
+    trajectory.check()
+    if not trajectory.count(Origin.LATENT):
+        raise ValueError(f"{name}: no latent block, so there is nothing to inspect; take a trajectory with a latent turn")
+    marked = trajectory.ids[trajectory.origins.index(Origin.LATENT)]
+    if marked != reserved:
+        raise ValueError(f"{name}: latent positions hold id {marked}, this model reserves {reserved}: another model wrote it")
+    width = np.asarray(trajectory.latents).shape[1]
+    if width != config.hidden_size:
+        raise ValueError(f"{name}: z has width {width}, the model's hidden size is {config.hidden_size}: another model wrote it")
+    if not np.isfinite(trajectory.latents).all():
+        raise ValueError(f"{name}: z holds NaN or infinite numbers; record the trajectory again")
+
+
+def latent_blocks(trajectory: Trajectory, codec: Codec) -> list[Block]:
+    """The first latent block of every turn that has one."""
+    close, blocks = len(codec.latent_close), []
+    for number, turn in enumerate(trajectory.turns):
+        origins = trajectory.origins[turn.start : turn.end]
+        if Origin.LATENT not in origins:
+            continue
+        start = stop = turn.start + origins.index(Origin.LATENT)
+        while stop < turn.end and trajectory.origins[stop] == Origin.LATENT:
+            stop += 1
+        action = min(stop + close, turn.end)
+        blocks.append(Block(number, start, stop, action, turn.end, trajectory.count(Origin.LATENT, span=(0, start))))
+    return blocks
+
+
+def segments(trajectory: Trajectory) -> tuple[list[str], np.ndarray]:
+    """Names of the segments in reading order, and the segment (T,) of every token.
+
+    prompt · per turn t (from 1): "turn t" (its text and tags), "latent t" (its z), "observation t" (what came back).
+    """
+    names, of = ["prompt"], np.zeros(len(trajectory.ids), dtype=np.int32)
+    ends = [turn.start for turn in trajectory.turns[1:]] + [len(trajectory.ids)]
+    for number, (turn, end) in enumerate(zip(trajectory.turns, ends), start=1):
+        latent = np.array([origin == Origin.LATENT for origin in trajectory.origins[turn.start : turn.end]], dtype=bool)
+        of[turn.start : turn.end] = len(names)
+        names.append(f"turn {number}")
+        if latent.any():
+            of[turn.start : turn.end][latent] = len(names)
+            names.append(f"latent {number}")
+        if end > turn.end:
+            of[turn.end : end] = len(names)
+            names.append(f"observation {number}")
+    return names, of
+
+
+@lru_cache(maxsize=8)
+def codec_of(model, tokenizer) -> Codec:
+    """One codec per model and tokenizer: its table of pieces takes a moment to build."""
+    return Codec.of(model, tokenizer)
