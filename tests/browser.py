@@ -29,6 +29,8 @@ OPTIONS = (
 )
 KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "ArrowDown": 40, "ArrowUp": 38, "Enter": 13, " ": 32, "Home": 36, "End": 35}
 
+PANEL = "[...jupyterapp.shell.widgets('main')].find(w => w.sessionContext)"  # the first open notebook
+
 
 def find() -> str | None:
     """The browser's command, or None."""
@@ -47,6 +49,7 @@ class Page:
         self.errors: list[str] = []
         for domain in ("Page", "Runtime", "Network"):
             self.command(f"{domain}.enable")
+        self.command("Emulation.setFocusEmulationEnabled", enabled=True)
 
     def command(self, method: str, **parameters) -> dict[str, Any]:
         self.calls += 1
@@ -86,6 +89,16 @@ class Page:
             time.sleep(0.1)
         return value
 
+    def open_notebook(self, server: str, name: str) -> None:
+        """Show a notebook in JupyterLab and wait for its kernel."""
+        self.open(f"{server}/lab/tree/{name}")
+        self.wait(f"typeof jupyterapp !== 'undefined' && {PANEL}?.sessionContext?.session?.kernel?.status === 'idle'", 120)
+        self.evaluate(f"jupyterapp.shell.activateById({PANEL}.id)")
+
+    def run_all_cells(self) -> None:
+        """Start all cells of the open notebook; returns at once."""
+        self.evaluate("void jupyterapp.commands.execute('notebook:run-all-cells')")
+
     def text(self, selector: str) -> str:
         """What a person reads there."""
         return self.evaluate(f"document.querySelector({selector!r}).innerText")
@@ -109,6 +122,14 @@ class Page:
         code = {"windowsVirtualKeyCode": KEYS[key], "key": key, "code": key}
         for kind in ("rawKeyDown", "keyUp"):
             self.command("Input.dispatchKeyEvent", type=kind, **code)
+
+    def choose(self, selector: str, index: int) -> None:
+        """Take an entry of a drop-down list, as drivers do: its menu is drawn by the system, outside the page."""
+        self.evaluate(
+            f"(() => {{const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'center'}});"
+            f"e.selectedIndex = {index}; for (const kind of ['input', 'change'])"
+            "e.dispatchEvent(new Event(kind, {bubbles: true}))})()"
+        )
 
     def screenshot(self, path: Path, selector: str = "") -> Path:
         """A picture of the window, scrolled to the element if one is named."""

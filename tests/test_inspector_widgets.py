@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from alar.inspector import inspect, plots, widgets
-from alar.inspector.interventions import KINDS, Bench
+from alar.inspector.interventions import KINDS, Bench, Intervention
 from alar.records import Origin, Question, Trajectory, TurnRecord
 from alar.rollout.hf import HFEngine
 from alar.runs.publish import to_html
@@ -58,7 +58,7 @@ def views(engine, trajectories, records, bench):
     return {
         "browser": widgets.trajectory_browser(trajectories, codec, chances, plots.trajectory(trajectories[0], codec)[0]),
         "lens": widgets.lens_explorer(records, plots.lens(records[0], 0)[0]),
-        "panel": widgets.intervention_panel(bench, sites, plots.panel(bench, sites[0], sites[-1])[0]),
+        "panel": widgets.intervention_panel(bench, sites, plots.panel(bench.effects([(sites[0], Intervention("patch"), sites[-1])]))[0]),
         "compare": widgets.checkpoint_comparison(
             systems, dict.fromkeys(systems, codec), None,
             plots.comparison({name: shown[0] for name, shown in systems.items()})[0]),

@@ -31,7 +31,7 @@ def trajectory(shown: Trajectory, codec: Codec, *, p_latent: Sequence[float] | N
     line, text = figure.subplots(2, 1, height_ratios=[0.55, 0.115 * len(lines)])
     _bar(line, shown, p_latent)
     mark = "correct" if shown.correct else f"wrong, expected {' | '.join(shown.question.answers)}"
-    line.set_title(_drawable(shortened(f"{shown.question.text} → {shown.prediction} ({mark})", 120)), parse_math=False)
+    line.set_title(drawable(shortened(f"{shown.question.text} → {shown.prediction} ({mark})", 120)), parse_math=False)
     _tokens(text, lines)
     handles = [Patch(facecolor=back, edgecolor=GREY, linewidth=0.4, label=ORIGIN_NAMES[origin])
                for origin, (back, _) in ORIGIN_COLOURS.items()]
@@ -49,12 +49,12 @@ def comparison(systems: Mapping[str, Trajectory], p_latent: Mapping[str, Sequenc
         scores = (p_latent or {}).get(name)
         _bar(axes, shown, scores)
         title = f"{name}: {shown.prediction} ({'correct' if shown.correct else 'wrong'})"
-        axes.set_title(_drawable(shortened(title, 110)), parse_math=False)
+        axes.set_title(drawable(shortened(title, 110)), parse_math=False)
         tables.append(stretches(shown, scores).assign(system=name))
     grid[0].set_xlim(0, max(len(shown.ids) for shown in systems.values()))
     grid[-1].set_xlabel("Token")
     question = next(iter(systems.values())).question.text
-    footnote(figure, _drawable(shortened(question, 130)).replace("$", r"\$"))
+    footnote(figure, drawable(shortened(question, 130)).replace("$", r"\$"))
     return figure, pd.concat(tables, ignore_index=True)
 
 
@@ -92,7 +92,7 @@ def _bar(axes, shown: Trajectory, p_latent: Sequence[float] | None) -> None:
             said = f"{turn.action or 'no action'}: {turn.argument}" if turn.action else "no action"
             chance = "" if p_latent is None else f"p(latent) {p_latent[stretch.turn]:.2f}\n"
             said = chance + shortened(said, 34)
-            axes.text(stretch.start, 0.34, _drawable(said), va="top", fontsize=5, color=GREY, parse_math=False)
+            axes.text(stretch.start, 0.34, drawable(said), va="top", fontsize=5, color=GREY, parse_math=False)
 
 
 def _tokens(axes, lines: list[list[tuple[Piece, str]]]) -> None:
@@ -113,7 +113,7 @@ def _wrapped(shown: list[Piece]) -> list[list[tuple[Piece, str]]]:
     lines: list[list[tuple[Piece, str]]] = [[]]
     room = COLUMNS
     for piece in shown:
-        text = _drawable(piece.text.replace("\n", "↵").replace("\t", " "))[:COLUMNS]
+        text = drawable(piece.text.replace("\n", "↵").replace("\t", " "))[:COLUMNS]
         if len(text) > room:
             lines.append([])
             room = COLUMNS
@@ -129,7 +129,7 @@ def _glyphs() -> frozenset[int]:
     return frozenset(font_manager.get_font(font_manager.findfont(MONO)).get_charmap())
 
 
-def _drawable(text: str) -> str:
+def drawable(text: str) -> str:
     """The text with characters that matplotlib's own fonts lack as boxes, so that no machine draws something else."""
     return "".join(c if ord(c) in _glyphs() or c == "\n" else "□" for c in text)
 

@@ -1,0 +1,97 @@
+"""What the tables say, in words that follow from the numbers by stated rules.
+
+An effect counts as shown when the 95 % interval of its difference from the random control excludes 0, and not otherwise; a
+missing effect is worded as *not shown*, never as absent. "Most" means more than half.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from alar.inspector.plots.effects import KIND_NAMES
+
+RULE = "A difference counts as shown when its 95 % interval (bootstrap over questions) excludes 0."
+
+
+def interventions(summary: pd.DataFrame) -> list[str]:
+    """Sentences about whole blocks, from `alar.inspector.effects.summarise`: use, content, order, cost."""
+    found = [_use(summary), _content(summary), _order(summary), _cost(summary)]
+    return [sentence for sentence in found if sentence]
+
+
+def causal_map(table: pd.DataFrame) -> str:
+    """Which single steps matter, from `alar.inspector.effects.causal_map`."""
+    shown = table[table["difference_low"] > 0]
+    if shown.empty:
+        return "No single latent step changes the action more than its random control does: what is there is spread or redundant."
+    best = shown.loc[shown["difference"].idxmax()]
+    return (f"Single steps matter in {len(shown)} of {len(table)} places (turn × k); most at turn {int(best['turn'])}, "
+            f"k = {int(best['k'])}: {_span(best, 'difference', 'difference_low', 'difference_high', 1)} nats above the control.")
+
+
+def _use(summary: pd.DataFrame) -> str:
+    rows = _whole(summary, "kl")
+    rows = rows[rows["intervention"] != "shuffle"]
+    if rows.empty:
+        return ""
+    shown = rows[rows["difference_low"] > 0]
+    if shown.empty:
+        return ("No replacement of z changes the distribution of the action more than an equally long random step does: that "
+                "the action uses what z says is not shown.")
+    names = ", ".join(KIND_NAMES[kind] for kind in shown["intervention"])
+    best = shown.loc[shown["difference"].idxmax()]
+    changed = _whole(summary, "changed").set_index("intervention").loc[best["intervention"]]
+    return (f"The action depends on z: {len(shown)} of {len(rows)} replacements change its distribution beyond their random "
+            f"control ({names}), most of all {KIND_NAMES[best['intervention']]}, which changes the action itself in "
+            f"{_percent(changed)} of the turns (control {_percent(changed, 'control', 'control_low', 'control_high')}).")
+
+
+def _content(summary: pd.DataFrame) -> str:
+    rows = _whole(summary, "to_donor")
+    rows = rows[rows["intervention"] == "patch"]
+    if rows.empty:
+        return ""
+    row = rows.iloc[0]
+    moved = (f"With another question's z the policy writes that question's action in {_percent(row)} of the turns "
+             f"(random control {_percent(row, 'control', 'control_low', 'control_high')})")
+    if row["difference_low"] > 0:
+        return f"{moved}: z carries {'most' if row['mean'] > 0.5 else 'a part'} of what the next action is about."
+    return f"{moved}: that z carries the content of the action is not shown."
+
+
+def _order(summary: pd.DataFrame) -> str:
+    rows = _whole(summary, "kl")
+    rows = rows[rows["intervention"] == "shuffle"]
+    if rows.empty:
+        return ""
+    row = rows.iloc[0]
+    values = f"{_span(row, 'mean', 'low', 'high', 1)} nats, control {_span(row, 'control', 'control_low', 'control_high', 1)}"
+    if row["difference_low"] > 0:
+        return f"The order of the steps matters: reordering them changes the action beyond its control ({values})."
+    return f"That the order of the steps matters is not shown ({values})."
+
+
+def _cost(summary: pd.DataFrame) -> str:
+    rows = _whole(summary, "correct")
+    if rows.empty:
+        return ""
+    shown = rows[rows["difference_high"] < 0]
+    if shown.empty:
+        return "No replacement lowers the share of correct answers below its random control's."
+    worst = shown.loc[shown["difference"].idxmin()]
+    return (f"{KIND_NAMES[worst['intervention']].capitalize()} costs most: {_percent(worst)} of the answers are correct then, "
+            f"{_percent(worst, 'control', 'control_low', 'control_high')} under its control.")
+
+
+def _whole(summary: pd.DataFrame, measure: str) -> pd.DataFrame:
+    return summary[(summary["k"] == 0) & (summary["measure"] == measure)]
+
+
+def _percent(row, *names: str) -> str:
+    return _span(row, *(names or ("mean", "low", "high")), 100, "%") + " %"
+
+
+def _span(row, mean: str, low: str, high: str, scale: float, kind: str = "") -> str:
+    digits = 0 if kind == "%" else 3
+    value, below, above = (scale * row[name] for name in (mean, low, high))
+    return f"{value:.{digits}f} [{below:.{digits}f}, {above:.{digits}f}]"
