@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Sequence
 
 import numpy as np
+from jaxtyping import Float
 
 from alar.records import Origin, Trajectory
 from alar.rollout.codec import Codec
@@ -67,6 +69,44 @@ def latent_blocks(trajectory: Trajectory, codec: Codec) -> list[Block]:
         action = min(stop + close, turn.end)
         blocks.append(Block(number, start, stop, action, turn.end, trajectory.count(Origin.LATENT, span=(0, start))))
     return blocks
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A latent turn with an action: where an intervention takes place, or the donor of one."""
+
+    trajectory: Trajectory
+    block: Block
+
+    @property
+    def z(self) -> Float[np.ndarray, "K H"]:
+        return np.asarray(self.trajectory.latents[self.block.rows], dtype=np.float32)
+
+    @property
+    def earlier_z(self) -> list[np.ndarray]:
+        """z of the blocks before this one."""
+        return list(np.asarray(self.trajectory.latents[: self.block.row], dtype=np.float32))
+
+    @property
+    def prefix(self) -> list[int]:
+        """Everything up to the last piece of `<latent>`."""
+        return self.trajectory.ids[: self.block.start]
+
+    @property
+    def action_ids(self) -> list[int]:
+        return self.trajectory.ids[self.block.action : self.block.end]
+
+
+def sites(trajectories: Sequence[Trajectory], model_config, codec: Codec) -> list[Site]:
+    """Every latent turn that has an action; ValueError if there is none, or if another model wrote the latents."""
+    found = []
+    for trajectory in trajectories:
+        if trajectory.count(Origin.LATENT):
+            check_trajectory(trajectory, model_config)
+            found += [Site(trajectory, block) for block in latent_blocks(trajectory, codec) if block.action < block.end]
+    if not found:
+        raise ValueError(f"none of the {len(trajectories)} trajectories has a latent turn with an action")
+    return found
 
 
 def segments(trajectory: Trajectory) -> tuple[list[str], np.ndarray]:
