@@ -49,20 +49,30 @@ def bench(engine, trajectories):
     return Bench(engine, mean=mean, max_new_tokens=24)
 
 
+@pytest.fixture(scope="module")
+def twins(engine, trajectories, records, bench):
+    sites = bench.sites(trajectories)
+    return {
+        "browser": plots.trajectory(trajectories[0], engine.codec)[0],
+        "lens": plots.lens(records[0], 0)[0],
+        "panel": plots.panel(bench.effects([(sites[0], Intervention("patch"), sites[-1])]))[0],
+        "compare": plots.comparison({"alar": trajectories[0], "stage1": trajectories[2]})[0],
+    }
+
+
 @pytest.fixture
-def views(engine, trajectories, records, bench):
+def views(engine, trajectories, records, bench, twins):
     """Every view with its twin, as the notebook makes them."""
-    codec, sites = engine.codec, bench.sites(trajectories)
+    codec = engine.codec
     chances = [[0.1 * (turn + 1) for turn in range(len(t.turns))] for t in trajectories]
     systems = {"alar": trajectories, "stage1": trajectories[::-1]}
-    return {
-        "browser": widgets.trajectory_browser(trajectories, codec, chances, plots.trajectory(trajectories[0], codec)[0]),
-        "lens": widgets.lens_explorer(records, plots.lens(records[0], 0)[0]),
-        "panel": widgets.intervention_panel(bench, sites, plots.panel(bench.effects([(sites[0], Intervention("patch"), sites[-1])]))[0]),
-        "compare": widgets.checkpoint_comparison(
-            systems, dict.fromkeys(systems, codec), None,
-            plots.comparison({name: shown[0] for name, shown in systems.items()})[0]),
-    }
+    made = [
+        widgets.trajectory_browser(trajectories, codec, chances, twins["browser"]),
+        widgets.lens_explorer(records, twins["lens"]),
+        widgets.intervention_panel(bench, bench.sites(trajectories), twins["panel"]),
+        widgets.checkpoint_comparison(systems, dict.fromkeys(systems, codec), None, twins["compare"]),
+    ]
+    return {view.name: view for view in made}
 
 
 def positions(control):
@@ -123,7 +133,7 @@ def test_published_pages_show_the_picture_and_no_widget(views, tmp_path):
     assert "widget-view" not in page and "widget-state" not in page and "secret" not in page and "VBox(" not in page
 
 
-def test_a_click_computes_the_block_and_the_action_only(views, bench, engine, monkeypatch):
+def test_a_click_computes_the_block_and_the_action_only(views, bench, engine, trajectories, monkeypatch):
     """The tokens before the block come from the cache: at most 24 new tokens a row, plus z and the closing tag."""
     panel, fed = views["panel"], []
     forward = engine.model.model.forward
@@ -134,9 +144,10 @@ def test_a_click_computes_the_block_and_the_action_only(views, bench, engine, mo
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(engine.model.model, "forward", counted)
-    scored = 3 * (ROOM + 24)  # intact, control and intervention, teacher-forced
+    longest = max(len(site.action_ids) for site in bench.sites(trajectories))
     for kind in KINDS:
         panel.controls["kind"].value = kind
         fed.clear()
         panel.update()
+        scored = (2 if kind == "patch" else 1) * 3 * (ROOM + longest)  # intact, control, intervention; own and donor's action
         assert 0 < sum(fed) <= 2 * (ROOM + 24) + scored, kind

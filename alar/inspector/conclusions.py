@@ -9,6 +9,7 @@ from __future__ import annotations
 import pandas as pd
 
 from alar.inspector.plots.effects import KIND_NAMES
+from alar.inspector.plots.spaces import TARGET_NAMES
 
 RULE = "A difference counts as shown when its 95 % interval (bootstrap over questions) excludes 0."
 
@@ -27,6 +28,22 @@ def causal_map(table: pd.DataFrame) -> str:
     best = shown.loc[shown["difference"].idxmax()]
     return (f"Single steps matter in {len(shown)} of {len(table)} places (turn × k); most at turn {int(best['turn'])}, "
             f"k = {int(best['k'])}: {_span(best, 'difference', 'difference_low', 'difference_high', 1)} nats above the control.")
+
+
+def probes(table: pd.DataFrame) -> list[str]:
+    """What z holds beyond the words of the question, from `alar.inspector.probes.probe_table`: one sentence per target."""
+    said = []
+    for target, rows in table.groupby("target", sort=False):
+        name = TARGET_NAMES.get(target, target)
+        best = rows.loc[rows["difference"].idxmax()]
+        scores = (f"{_percent(best, 'accuracy', 'accuracy_low', 'accuracy_high')} from z at turn {int(best['turn'])}, "
+                  f"k = {int(best['k'])}; {100 * best['embedding']:.0f} % from the question's words, "
+                  f"{100 * best['shuffled']:.0f} % with shuffled labels")
+        if best["difference_low"] > 0 and best["accuracy_low"] > best["shuffled_high"]:
+            said.append(f"{name}: a linear probe reads it in z better than in the words of the question ({scores}).")
+        else:
+            said.append(f"{name}: that z holds more of it than the words of the question is not shown ({scores}).")
+    return said
 
 
 def _use(summary: pd.DataFrame) -> str:

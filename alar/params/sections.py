@@ -211,7 +211,7 @@ class Inspector(Section):
     questions: Annotated[int, Field(ge=2)] = 96
     records: Count = 24  # trajectories whose lens, norms and attention are kept
     intervened: Annotated[int, Field(ge=2)] = 48  # turns whose z is replaced
-    mapped: Count = 12  # trajectories of the causal map
+    mapped: Count = 24  # of these, whose single steps are replaced
     probed: Annotated[int, Field(ge=2)] = 96  # trajectories whose z are probed
     explained: Count = 3
     reported: Count = 50  # trajectories in the HTML report

@@ -6,6 +6,8 @@
 
 from alar.inspector.plots.effects import causal_map, interventions, panel
 from alar.inspector.plots.records import attention, lens, vectors
+from alar.inspector.plots.spaces import components, probes, recurrence
 from alar.inspector.plots.trajectories import comparison, trajectory
 
-__all__ = ["attention", "causal_map", "comparison", "interventions", "lens", "panel", "trajectory", "vectors"]
+__all__ = ["attention", "causal_map", "comparison", "components", "interventions", "lens", "panel", "probes", "recurrence",
+           "trajectory", "vectors"]

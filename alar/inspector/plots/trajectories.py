@@ -42,7 +42,7 @@ def trajectory(shown: Trajectory, codec: Codec, *, p_latent: Sequence[float] | N
 @styled
 def comparison(systems: Mapping[str, Trajectory], p_latent: Mapping[str, Sequence[float]] | None = None):
     """One question as several systems answered it: a time line each, on a common scale."""
-    figure = new_figure(PAGE, 0.55 + 0.62 * len(systems))
+    figure = new_figure(PAGE, 0.5 + 0.8 * len(systems))
     grid = figure.subplots(len(systems), 1, sharex=True, squeeze=False)[:, 0]
     tables = []
     for axes, (name, shown) in zip(grid, systems.items(), strict=True):
@@ -77,7 +77,7 @@ def stretches(shown: Trajectory, p_latent: Sequence[float] | None = None) -> pd.
 
 def _bar(axes, shown: Trajectory, p_latent: Sequence[float] | None) -> None:
     """Stretches side by side, labelled where there is room, with the action of every turn underneath."""
-    axes.set(ylim=(0, 1), yticks=[], xlim=(0, len(shown.ids)))
+    axes.set(ylim=(-0.1, 1), yticks=[], xlim=(0, len(shown.ids)))
     axes.grid(False)
     axes.spines["left"].set_visible(False)
     for stretch in timeline(shown):
@@ -85,14 +85,14 @@ def _bar(axes, shown: Trajectory, p_latent: Sequence[float] | None) -> None:
         colour = STRETCH_COLOURS.get(stretch.kind, GREY)
         axes.add_patch(Rectangle((stretch.start, 0.42), length, 0.5, facecolor=colour, edgecolor="white", linewidth=0.8))
         label, ink = (stretch.kind, BLACK) if stretch.turn < 0 else (f"{stretch.turn + 1} {stretch.kind}", "white")
-        if length > 0.012 * len(label) * len(shown.ids):
+        if length > 0.007 * len(label) * len(shown.ids):
             axes.text(stretch.start + length / 2, 0.67, label, ha="center", va="center", fontsize=5.8, color=ink)
         if stretch.turn >= 0:
             turn = shown.turns[stretch.turn]
             said = f"{turn.action or 'no action'}: {turn.argument}" if turn.action else "no action"
             chance = "" if p_latent is None else f"p(latent) {p_latent[stretch.turn]:.2f}\n"
             said = chance + shortened(said, 34)
-            axes.text(stretch.start, 0.34, drawable(said), va="top", fontsize=5, color=GREY, parse_math=False)
+            axes.text(stretch.start, 0.37, drawable(said), va="top", fontsize=5, color=GREY, parse_math=False)
 
 
 def _tokens(axes, lines: list[list[tuple[Piece, str]]]) -> None:
