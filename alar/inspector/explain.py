@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from alar import protocol
-from alar.inspector.interventions import Bench
 from alar.inspector.blocks import Site
+from alar.inspector.interventions import Bench
 from alar.inspector.record import LatentRecord
 from alar.rollout.engine import Sampling, TurnRequest
 from alar.rollout.modes import block_start
@@ -36,26 +36,29 @@ def pseudo_text(record: LatentRecord, turn: int, layer: int = -1) -> str:
     return " | ".join(record.lens(row, layer)[0][0].strip() or "␣" for row in record.rows(turn))
 
 
-def explicit_thought(bench: Bench, site: Site, *, max_new_tokens: int = 256) -> protocol.Turn:
-    """The turn that the policy writes greedily from the state before the block when it has to think in text."""
+def explicit_thought(bench: Bench, site: Site, *, max_new_tokens: int = 256) -> tuple[str, protocol.Turn]:
+    """The thought, cut or not, and the whole turn that the policy writes greedily from the state before the block when it has
+    to think in text."""
     trajectory, codec = site.trajectory, bench.codec
     start = block_start(trajectory, site.block.turn, codec)
     request = TurnRequest(0, trajectory.ids[:start], site.earlier_z, codec.think_open)
     output = bench.engine.generate([request], Sampling(max_new_tokens, 0.0, stop=bench.sampling.stop))[0]
     bench.engine.release([0])
-    return protocol.parse_turn(codec.text(output.ids), bench.actions)
+    text = codec.text(output.ids)
+    thought = text.partition(protocol.THINK_OPEN)[2].partition(protocol.THINK_CLOSE)[0]
+    return thought, protocol.parse_turn(text, bench.actions)
 
 
 def explain(record: LatentRecord, bench: Bench, site: Site, *, max_new_tokens: int = 256) -> Explanation:
     """Both readings of one latent turn; `record` is that of the site's trajectory (ValueError otherwise)."""
     if record.about["question_id"] != site.trajectory.question.id or record.ids.tolist() != list(site.trajectory.ids):
         raise ValueError(f"the record is of {record.about['question_id']}, the turn of {site.trajectory.question.id}")
-    turn = explicit_thought(bench, site, max_new_tokens=max_new_tokens)
+    thought, turn = explicit_thought(bench, site, max_new_tokens=max_new_tokens)
     recorded = site.trajectory.turns[site.block.turn]
     return Explanation(
         site.block.turn,
         pseudo_text(record, site.block.turn),
-        turn.reasoning,
+        thought,
         _action(recorded.action, recorded.argument),
         _action(turn.action, turn.argument),
     )

@@ -60,7 +60,7 @@ def principal_components(table: pd.DataFrame, z: np.ndarray, components: int = 2
 
 
 def step_sizes(sites: Sequence[Site]) -> pd.DataFrame:
-    """One row per pair of neighbouring steps: ‖z_{k+1} − z_k‖, the same over ‖z_k‖, and their cosine; `step` is k (from 1)."""
+    """One row per pair of steps k, k + 1: ‖z_{k+1} − z_k‖, the same over ‖z_k‖, their cosine; `step` is k (from 1)."""
     rows = []
     for site in sites:
         z, about = site.z.astype(np.float64), _columns(site, float("nan"))
