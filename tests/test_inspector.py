@@ -296,7 +296,8 @@ def test_tables_hold_effects_beside_their_controls(written):
     for site, donor in zip(made.sites, given):
         assert donor.trajectory.question.id != site.trajectory.question.id and donor.block.turn == site.block.turn
     changes = plan(2, ("zero", "patch"), per_step=True)
-    effects = measure(made.bench, made.sites, changes, given, environment=Silent(), modes="latent")
+    episodes = {"environment": Silent(), "modes": "latent", "max_turns": 3, "max_new_tokens": 12, "chunk": 4}
+    effects = measure(made.bench, made.sites, changes, given, **episodes)
     assert len(effects) == 6 * 2 * 2 and set(effects["k"]) == {1, 2} and set(effects["correct"]) <= {0.0, 1.0}
     first = effects.iloc[3]
     alone = made.bench.effect(made.sites[0], Intervention("patch", 1), given[0])

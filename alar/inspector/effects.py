@@ -65,31 +65,46 @@ def measure(
     environment: Environment | None = None,
     modes: str = "free",
     max_turns: int = 6,
+    max_new_tokens: int = 128,
+    chunk: int = 8,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> pd.DataFrame:
     """One row per site and intervention: the measures, and `control_…` for the same displacement in a random direction.
 
-    A site without donor is left out of "patch". `modes` are those in which the trajectories were written; they matter only
-    for `correct`, the answer's correctness after the episode went on (with `environment`; else the columns are missing).
+    A site without donor is left out of "patch". With `environment` the episodes go on, `chunk` sites at a time, in turns of
+    at most `max_new_tokens` tokens and in `modes`, which should be those of the trajectories: then `correct`, `control_correct`
+    and `reference_correct` say whether the answer is right. `progress` wraps an iteration over the chunks.
     """
-    rows = []
-    for site, donor in progress(list(zip(sites, donors))):
-        used = [change for change in interventions if change.kind != "patch" or donor is not None]
-        both = [(site, changed, donor) for change in used for changed in (change, replace(change, control=True))]
-        effects = bench.effects([*both, (site, INTACT, donor)])
-        right = _continued(bench, effects, environment, modes, max_turns) if environment else [None] * len(effects)
-        own = [_numbers(effect, correct) for effect, correct in zip(effects, right)]
-        for index, change in enumerate(used):
-            effect, control = own[2 * index], own[2 * index + 1]
-            rows.append(
-                _place(site, change)
-                | effect
-                | {f"control_{name}": value for name, value in control.items()}
-                | ({} if environment is None else {"reference_correct": own[-1]["correct"]})
-                | {"action": effects[2 * index].action, "control_action": effects[2 * index + 1].action}
-                | {"reference": effects[2 * index].reference, "donor_action": effects[2 * index].donor_action}
-            )
+    rows, pairs = [], list(zip(sites, donors, strict=True))
+    for start in progress(range(0, len(pairs), chunk)):
+        cases = [(*case, donor) for site, donor in pairs[start : start + chunk] for case in _cases(site, interventions, donor)]
+        effects = bench.effects(cases)
+        right = [None] * len(effects)
+        if environment is not None:
+            right = _continued(bench, effects, environment, modes, max_turns, max_new_tokens)
+        judged, reference = list(zip(effects, right)), None
+        for (effect, correct), control in zip(judged, [*judged[1:], None]):
+            if effect.intervention == INTACT:
+                reference = {} if correct is None else {"reference_correct": float(correct)}
+            elif not effect.intervention.control:
+                rows.append(_row(effect, correct, *control) | reference)
     return pd.DataFrame(rows)
+
+
+def _cases(site: Site, interventions: Sequence[Intervention], donor: Site | None) -> list[tuple[Site, Intervention]]:
+    """The intact turn, then each intervention with its control behind it."""
+    used = [change for change in interventions if change.kind != "patch" or donor is not None]
+    return [(site, change) for change in (INTACT, *(each for one in used for each in (one, replace(one, control=True))))]
+
+
+def _row(effect: Effect, correct: bool | None, control: Effect, control_correct: bool | None) -> dict:
+    return (
+        _place(effect.site, effect.intervention)
+        | _numbers(effect, correct)
+        | {f"control_{name}": value for name, value in _numbers(control, control_correct).items()}
+        | {"action": effect.action, "control_action": control.action}
+        | {"reference": effect.reference, "donor_action": effect.donor_action}
+    )
 
 
 def _place(site: Site, change: Intervention) -> dict:
@@ -184,11 +199,11 @@ class Replay(Engine):
         self.engine.release(sessions)
 
 
-def _continued(bench: Bench, effects: Sequence[Effect], environment: Environment, modes: str, max_turns: int) -> list[bool]:
+def _continued(bench: Bench, effects: Sequence[Effect], environment, modes: str, max_turns: int, max_new_tokens: int):
     """Whether the answer is correct when each episode goes on from its rewritten turn."""
     replay = Replay(bench.engine, [_script(bench, effect) for effect in effects])
-    sampling = Sampling(bench.sampling.max_new_tokens + 16, 0.0, stop=environment.stop)  # a whole turn: tags and block too
     questions = [effect.site.trajectory.question for effect in effects]
+    sampling = Sampling(max_new_tokens, 0.0, stop=environment.stop)
     return [t.correct for t in run(questions, replay, environment, sampling, modes=modes, max_turns=max_turns)]
 
 
