@@ -5,9 +5,10 @@ import re
 from html.parser import HTMLParser
 
 import numpy as np
+import pandas as pd
 import pytest
 
-from alar.inspector import fragments, inspect, report
+from alar.inspector import conclusions, fragments, inspect, report
 from alar.inspector.tokens import pieces, timeline
 from alar.records import Origin, Question, Trajectory, TurnRecord
 from alar.rollout.codec import Codec
@@ -155,3 +156,45 @@ def test_the_command_writes_the_report_of_a_run(latent_model, make, tmp_path, ca
     assert main([str(tmp_path), "-o", str(tmp_path / "r.html"), "--count", "1"]) == 0, capsys.readouterr().err
     text = Reader((tmp_path / "r.html").read_text()).text
     assert "Where?" in text and "When?" not in text and "03_aasd" in text
+
+
+def effect_rows(*rows: dict) -> pd.DataFrame:
+    """A summary of interventions: what is not named is zero with an interval of no width."""
+    names = ("mean", "control", "difference")
+    zero = {f"{name}{end}": 0.0 for name in names for end in ("_low", "_high")} | dict.fromkeys((*names, "low", "high"), 0.0)
+    return pd.DataFrame([{"k": 0, "questions": 20, "turns": 20} | zero | row for row in rows])
+
+
+def test_words_follow_from_the_numbers_by_the_stated_rule():
+    def said(measure, kind, **row):
+        changed = {"measure": "changed", "intervention": kind, "mean": 0.4}
+        table = effect_rows(changed, {"measure": measure, "intervention": kind} | row)
+        return " ".join(conclusions.interventions(table))
+
+    clear = {"mean": 0.7, "difference": 0.6, "difference_low": 0.5, "difference_high": 0.7}
+    assert "z carries most of what the next action is about" in said("to_donor", "patch", **clear)
+    assert "z carries a part" in said("to_donor", "patch", **clear | {"mean": 0.3})
+    for weak in ({"difference_low": 0.0}, {"questions": conclusions.ENOUGH - 1}):
+        assert "content of the action is not shown" in said("to_donor", "patch", **clear | weak)
+    assert "The action depends on z: 1 of 1" in said("kl", "zero", **clear)
+    assert "40 [0, 0] % of the turns" in said("kl", "zero", **clear)
+    for weak in ({"difference_low": -0.1}, {"difference": 0.5 * conclusions.LEAST_KL, "difference_low": 0.001}):
+        assert "that the action uses what z says is not shown" in said("kl", "zero", **clear | weak)
+    assert "The order of the steps matters" in said("kl", "shuffle", **clear)
+    assert "That the order of the steps matters is not shown" in said("kl", "shuffle")
+    assert "costs most" in said("correct", "drop", difference=-0.5, difference_high=-0.1)
+    assert "No replacement lowers" in said("correct", "drop", difference=-0.5, difference_high=0.1)
+
+
+def test_a_probe_counts_only_beyond_both_controls():
+    row = {"target": "hard", "turn": 2, "k": 1, "questions": 40, "accuracy": 0.9, "accuracy_low": 0.8, "accuracy_high": 1.0,
+           "embedding": 0.5, "shuffled": 0.5, "shuffled_high": 0.6, "difference": 0.4, "difference_low": 0.3}
+    assert "better than in the words" in conclusions.probes(pd.DataFrame([row]))[0]
+    for weak in ({"difference_low": 0.0}, {"shuffled_high": 0.85}):
+        assert "not shown" in conclusions.probes(pd.DataFrame([row | weak]))[0]
+
+
+def test_a_causal_map_names_its_strongest_place():
+    places = [{"turn": 1, "k": k, "difference": 0.1 * k, "difference_low": 0.05 * k} for k in (1, 2)]
+    assert "in 2 of 2 places (turn × k); most at turn 1, k = 2" in conclusions.causal_map(effect_rows(*places))
+    assert "No single latent step" in conclusions.causal_map(effect_rows(*({**p, "questions": 3} for p in places)))

@@ -151,3 +151,18 @@ def test_a_click_computes_the_block_and_the_action_only(views, bench, engine, tr
         panel.update()
         scored = (2 if kind == "patch" else 1) * 3 * (ROOM + longest)  # intact, control, intervention; own and donor's action
         assert 0 < sum(fed) <= 2 * (ROOM + 24) + scored, kind
+
+
+def test_pictures_come_with_the_numbers_in_them(records):
+    record = records[1]
+    table = plots.lens(record, 1)[1]
+    row = table[(table["k"] == 3) & (table["layer"] == 2) & (table["rank"] == 1)].iloc[0]
+    place = record.rows(1)[2]
+    assert (row["token"], row["probability"]) == record.lens(place, 2)[0]
+    assert row["entropy"] == pytest.approx(record.lens_entropy[place, 2])
+    weights = plots.attention(records)[1]
+    looks = weights[weights["from"] == "latent step"].groupby("k")["weight"].sum()
+    assert np.allclose(looks, 1, atol=1e-5)
+    cosines = plots.vectors(records)[1]
+    mean = np.mean([r.block_cosines(turn)[0, 3] for r in records for turn in r.latent_turns])
+    assert cosines[(cosines["k"] == 1) & (cosines["other_k"] == 4)]["cosine"].iloc[0] == pytest.approx(mean)

@@ -1,17 +1,21 @@
 """What the tables say, in words that follow from the numbers by stated rules.
 
-An effect counts as shown when the 95 % interval of its difference from the random control excludes 0, and not otherwise; a
-missing effect is worded as *not shown*, never as absent. "Most" means more than half.
+An effect counts as *shown* by `RULE` and not otherwise; a missing effect is worded as not shown, never as absent. "Most" means
+more than half.
 """
 
 from __future__ import annotations
 
 import pandas as pd
 
-from alar.inspector.plots.effects import KIND_NAMES
+from alar.inspector.plots.effects import ENOUGH, KIND_NAMES
 from alar.inspector.plots.spaces import TARGET_NAMES
 
-RULE = "A difference counts as shown when its 95 % interval (bootstrap over questions) excludes 0."
+LEAST_KL = 0.01  # nats: less is no difference that anyone would notice in an action
+RULE = (
+    f"A difference counts as shown when its 95 % interval (bootstrap over questions) excludes 0 and it rests on at least {ENOUGH} "
+    f"questions; a difference in KL must also be at least {LEAST_KL} nats per token."
+)
 
 
 def interventions(summary: pd.DataFrame) -> list[str]:
@@ -22,9 +26,9 @@ def interventions(summary: pd.DataFrame) -> list[str]:
 
 def causal_map(table: pd.DataFrame) -> str:
     """Which single steps matter, from `alar.inspector.effects.causal_map`."""
-    shown = table[table["difference_low"] > 0]
+    shown = table[_above(table, LEAST_KL)]
     if shown.empty:
-        return "No single latent step changes the action more than its random control does: what is there is spread or redundant."
+        return "No single latent step changes the action more than its random control does."
     best = shown.loc[shown["difference"].idxmax()]
     return (f"Single steps matter in {len(shown)} of {len(table)} places (turn × k); most at turn {int(best['turn'])}, "
             f"k = {int(best['k'])}: {_span(best, 'difference', 'difference_low', 'difference_high', 1)} nats above the control.")
@@ -36,10 +40,10 @@ def probes(table: pd.DataFrame) -> list[str]:
     for target, rows in table.groupby("target", sort=False):
         name = TARGET_NAMES.get(target, target)
         best = rows.loc[rows["difference"].idxmax()]
-        scores = (f"{_percent(best, 'accuracy', 'accuracy_low', 'accuracy_high')} from z at turn {int(best['turn'])}, "
+        scores = (f"{_percent(best, 'accuracy', 'accuracy_low', 'accuracy_high')} from z at its best place, turn {int(best['turn'])}, "
                   f"k = {int(best['k'])}; {100 * best['embedding']:.0f} % from the question's words, "
                   f"{100 * best['shuffled']:.0f} % with shuffled labels")
-        if best["difference_low"] > 0 and best["accuracy_low"] > best["shuffled_high"]:
+        if _above(rows)[best.name] and best["accuracy_low"] > best["shuffled_high"]:
             said.append(f"{name}: a linear probe reads it in z better than in the words of the question ({scores}).")
         else:
             said.append(f"{name}: that z holds more of it than the words of the question is not shown ({scores}).")
@@ -51,7 +55,7 @@ def _use(summary: pd.DataFrame) -> str:
     rows = rows[rows["intervention"] != "shuffle"]
     if rows.empty:
         return ""
-    shown = rows[rows["difference_low"] > 0]
+    shown = rows[_above(rows, LEAST_KL)]
     if shown.empty:
         return ("No replacement of z changes the distribution of the action more than an equally long random step does: that "
                 "the action uses what z says is not shown.")
@@ -71,7 +75,7 @@ def _content(summary: pd.DataFrame) -> str:
     row = rows.iloc[0]
     moved = (f"With another question's z the policy writes that question's action in {_percent(row)} of the turns "
              f"(random control {_percent(row, 'control', 'control_low', 'control_high')})")
-    if row["difference_low"] > 0:
+    if _above(rows)[row.name]:
         return f"{moved}: z carries {'most' if row['mean'] > 0.5 else 'a part'} of what the next action is about."
     return f"{moved}: that z carries the content of the action is not shown."
 
@@ -83,7 +87,7 @@ def _order(summary: pd.DataFrame) -> str:
         return ""
     row = rows.iloc[0]
     values = f"{_span(row, 'mean', 'low', 'high', 1)} nats, control {_span(row, 'control', 'control_low', 'control_high', 1)}"
-    if row["difference_low"] > 0:
+    if _above(rows, LEAST_KL)[row.name]:
         return f"The order of the steps matters: reordering them changes the action beyond its control ({values})."
     return f"That the order of the steps matters is not shown ({values})."
 
@@ -92,12 +96,17 @@ def _cost(summary: pd.DataFrame) -> str:
     rows = _whole(summary, "correct")
     if rows.empty:
         return ""
-    shown = rows[rows["difference_high"] < 0]
+    shown = rows[(rows["difference_high"] < 0) & (rows["questions"] >= ENOUGH)]
     if shown.empty:
         return "No replacement lowers the share of correct answers below its random control's."
     worst = shown.loc[shown["difference"].idxmin()]
     return (f"{KIND_NAMES[worst['intervention']].capitalize()} costs most: {_percent(worst)} of the answers are correct then, "
             f"{_percent(worst, 'control', 'control_low', 'control_high')} under its control.")
+
+
+def _above(rows: pd.DataFrame, least: float = 0.0) -> pd.Series:
+    """Where a difference counts as shown."""
+    return (rows["difference_low"] > 0) & (rows["difference"] >= least) & (rows["questions"] >= ENOUGH)
 
 
 def _whole(summary: pd.DataFrame, measure: str) -> pd.DataFrame:

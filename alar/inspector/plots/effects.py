@@ -24,10 +24,11 @@ KIND_NAMES = {
 }
 MEASURE_NAMES = {
     "changed": "Action changed (%)",
-    "kl": "KL of the action (nats)",
+    "kl": "KL (nats)",
     "to_donor": "Donor's action (%)",
     "correct": "Answer correct (%)",
 }
+ENOUGH = 10  # questions on which a difference must rest to be pointed out
 _BARS = "bars: 95 % intervals, bootstrap over questions"
 
 
@@ -38,6 +39,7 @@ def interventions(summary: pd.DataFrame, *, scale: str = MEASURED) -> tuple[Figu
     `summary` comes from `alar.inspector.effects.summarise`.
     """
     shown = summary[(summary["k"] == 0) & summary["measure"].isin(MEASURE_NAMES)]
+    shown = shown[(shown["measure"] != "to_donor") | (shown["intervention"] == "patch")]
     kinds = [kind for kind in KIND_NAMES if kind in set(shown["intervention"])]
     measures = [measure for measure in MEASURE_NAMES if measure in set(shown["measure"])]
     figure = new_figure(PAGE, 0.9 + 0.27 * len(kinds))
@@ -57,7 +59,7 @@ def interventions(summary: pd.DataFrame, *, scale: str = MEASURED) -> tuple[Figu
     handles = [Line2D([], [], marker="o", color=BLUE, linestyle="none", label="intervention"),
                Line2D([], [], marker="o", color=GREY, markerfacecolor="white", linestyle="none", label="random control")]
     figure.legend(handles=handles, loc="outside upper right", ncols=2)
-    footnote(figure, scale, f"{int(shown['turns'].max())} turns of {int(shown['questions'].max())} questions", _BARS)
+    footnote(figure, scale, "KL: intact to replaced, mean over the action's tokens", f"{int(shown['turns'].max())} turns of {int(shown['questions'].max())} questions", _BARS)
     return figure, shown.reset_index(drop=True)
 
 
@@ -65,7 +67,8 @@ def interventions(summary: pd.DataFrame, *, scale: str = MEASURED) -> tuple[Figu
 def causal_map(table: pd.DataFrame, *, name: str = "KL, nats", scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
     """Where the action depends on z: turn × k, single steps replaced; left the effect, right what it exceeds its control by.
 
-    `table` comes from `alar.inspector.effects.causal_map`. An asterisk marks a difference whose interval excludes 0.
+    `table` comes from `alar.inspector.effects.causal_map`. An asterisk marks a difference whose interval excludes 0, among
+    at least `ENOUGH` questions.
     """
     turns, steps = sorted(set(table["turn"])), sorted(set(table["k"]))
     figure = new_figure(PAGE, 0.95 + 0.3 * len(turns))
@@ -75,7 +78,8 @@ def causal_map(table: pd.DataFrame, *, name: str = "KL, nats", scale: str = MEAS
         cells = table.pivot(index="turn", columns="k", values=column).reindex(index=turns, columns=steps).to_numpy()
         image = axes.imshow(cells, cmap="RdBu_r", vmin=-reach, vmax=reach, aspect="auto")
         for row in table.itertuples():
-            mark = "*" if column == "difference" and (row.difference_low > 0 or row.difference_high < 0) else ""
+            clear = row.questions >= ENOUGH and (row.difference_low > 0 or row.difference_high < 0)
+            mark = "*" if column == "difference" and clear else ""
             value = getattr(row, column)
             axes.text(steps.index(row.k), turns.index(row.turn), f"{value:.2g}{mark}", ha="center", va="center", fontsize=6,
                       color="white" if abs(value) > 0.6 * reach else "black")
@@ -85,7 +89,7 @@ def causal_map(table: pd.DataFrame, *, name: str = "KL, nats", scale: str = MEAS
     counts = table.groupby("turn")["turns"].max()
     grid[0].set_yticks(range(len(turns)), [f"turn {turn} (n = {counts[turn]})" for turn in turns])
     figure.colorbar(image, ax=grid, label=name, fraction=0.03, pad=0.01)
-    footnote(figure, scale, "one z of the block replaced at a time", "* 95 % interval of the difference excludes 0")
+    footnote(figure, scale, "one z of the block replaced at a time", f"* 95 % interval of the difference excludes 0, ≥ {ENOUGH} questions")
     return figure, table
 
 
