@@ -43,7 +43,7 @@ class Page:
     def __init__(self, address: str):
         import websocket
 
-        self.socket = websocket.create_connection(address, suppress_origin=True, timeout=60)
+        self.socket = websocket.create_connection(address, suppress_origin=True, timeout=280)
         self.calls = 0
         self.requests: list[str] = []
         self.errors: list[str] = []
@@ -96,15 +96,12 @@ class Page:
         self.evaluate(f"jupyterapp.shell.activateById({PANEL}.id)")
 
     def run_all_cells(self) -> None:
-        """Start all cells of the open notebook; returns at once."""
-        self.evaluate("void jupyterapp.commands.execute('notebook:run-all-cells')")
+        """Run the open notebook to its end, or to the first cell that fails."""
+        self.evaluate("jupyterapp.commands.execute('notebook:run-all-cells').then(() => true)")
 
     def text(self, selector: str) -> str:
         """What a person reads there."""
         return self.evaluate(f"document.querySelector({selector!r}).innerText")
-
-    def markup(self, selector: str) -> str:
-        return self.evaluate(f"document.querySelector({selector!r}).innerHTML")
 
     def click(self, selector: str) -> None:
         x, y = self.evaluate(

@@ -5,6 +5,8 @@
     probes         what z encodes, by linear probes with controls
     geometry       PCA of z, step sizes, p(latent | state)
     explain        a block as pseudo-text, beside an explicit chain of thought from the same state
+    plots          all of it as pictures, each with its table; conclusions: the tables in words, by stated rules
+    widgets        the same live, every view with its picture; report: one HTML file for people without Jupyter
 
 The record alone shows structure in any model; only the interventions show use.
 """

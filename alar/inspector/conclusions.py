@@ -19,8 +19,8 @@ RULE = (
 
 
 def interventions(summary: pd.DataFrame) -> list[str]:
-    """Sentences about whole blocks, from `alar.inspector.effects.summarise`: use, content, order, cost."""
-    found = [_use(summary), _content(summary), _order(summary), _cost(summary)]
+    """Sentences about whole blocks, from `alar.inspector.effects.summarise`: use, identity, content, order, cost."""
+    found = [_use(summary), _which(summary), _content(summary), _order(summary), _cost(summary)]
     return [sentence for sentence in found if sentence]
 
 
@@ -65,6 +65,22 @@ def _use(summary: pd.DataFrame) -> str:
     return (f"The action depends on z: {len(shown)} of {len(rows)} replacements change its distribution beyond their random "
             f"control ({names}), most of all {KIND_NAMES[best['intervention']]}, which changes the action itself in "
             f"{_percent(changed)} of the turns (control {_percent(changed, 'control', 'control_low', 'control_high')}).")
+
+
+def _which(summary: pd.DataFrame) -> str:
+    """Whether it matters which thought it is, or only that there is one."""
+    rows = _whole(summary, "kl")
+    patched, others = rows[rows["intervention"] == "patch"], rows[~rows["intervention"].isin(("patch", "shuffle"))]
+    if patched.empty:
+        return ""
+    row = patched.iloc[0]
+    values = f"{_span(row, 'mean', 'low', 'high', 1)} nats, control {_span(row, 'control', 'control_low', 'control_high', 1)}"
+    if _above(patched, LEAST_KL)[row.name]:
+        return f"It matters which thought it is: another question's z changes the distribution of the action ({values})."
+    if _above(others, LEAST_KL).any():
+        return (f"In these turns it matters that there is a thought; that it matters which one is not shown: another question's z "
+                f"leaves the action as it is ({values}).")
+    return ""
 
 
 def _content(summary: pd.DataFrame) -> str:

@@ -30,7 +30,7 @@ PAGE_STYLE = (
 )
 HEAD = (
     '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-    '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'">'
+    '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'; img-src data:">'
     '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
     "<title>{title}</title><style>{style}</style></head><body class=\"alar\">\n"
 )

@@ -207,10 +207,11 @@ class Inspector(Section):
     """Notebook 08. Every number of questions or turns is an upper bound."""
 
     checkpoint: Location = ""  # a model folder; "" = the last one that the run trained
+    mode: Literal["free", "latent"] = "free"  # "latent": every turn is forced to be latent
     compare: Location = ""  # a model folder to set beside it; "" = an earlier stage's
     questions: Annotated[int, Field(ge=2)] = 96
     records: Count = 24  # trajectories whose lens, norms and attention are kept
-    intervened: Annotated[int, Field(ge=2)] = 48  # turns whose z is replaced
+    intervened: Annotated[int, Field(ge=2)] = 32  # turns whose z is replaced
     mapped: Count = 24  # of these, whose single steps are replaced
     probed: Annotated[int, Field(ge=2)] = 96  # trajectories whose z are probed
     explained: Count = 3
