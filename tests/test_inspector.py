@@ -5,11 +5,12 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from alar.inspector import LatentRecord, inspect
-from alar.inspector.effects import INTACT, Replay, _script, causal_map, donors, measure, plan, summarise
+from alar.inspector.effects import INTACT, Replay, _script, causal_map, conclusion, donors, measure, plan, summarise
 from alar.inspector.interventions import KINDS, Bench, Intervention, replaced
 from alar.model.attention import attention_of
 from alar.records import Observation, Origin, Question
@@ -176,6 +177,7 @@ def test_inspect_refuses_what_does_not_belong_to_the_model(written, random_model
         "width 32": replace(trajectory, latents=trajectory.latents[:, :32]),
         "NaN": replace(trajectory, latents=np.full_like(trajectory.latents, np.nan)),
         "another model": replace(trajectory, ids=[9 if i == model.config.latent_token_id else i for i in trajectory.ids]),
+        "belongs to no turn": replace(trajectory, turns=trajectory.turns[:1]),
         "no latent block": run(QUESTIONS[:1], made.bench.engine, Silent(), Sampling(4), modes="off", max_turns=1)[0],
     }
     for message, broken in cases.items():
@@ -310,3 +312,16 @@ def test_tables_hold_effects_beside_their_controls(written):
     assert list(causal_map(effects, "zero", resamples=50)["turn"].unique()) == [1, 2]
     with pytest.raises(ValueError, match="per_step"):
         causal_map(effects, "noise")
+
+
+def test_the_conclusion_in_words_follows_the_intervals():
+    rng = np.random.default_rng(0)
+    rows = []
+    for kind, rate in (("zero", 0.9), ("noise", 0.3), ("patch", 0.9)):
+        for number in range(60):
+            own, control = float(rng.random() < rate), float(rng.random() < 0.3)
+            rows.append({"question_id": number, "intervention": kind, "k": 0, "changed": own, "control_changed": control,
+                         "to_donor": own, "control_to_donor": 0.0})
+    words = conclusion(summarise(pd.DataFrame(rows), resamples=500)).splitlines()
+    assert len(words) == 4 and "zero changes 9" in words[0] and "more than the" in words[0] and "60 questions" in words[0]
+    assert "noise" in words[1] and "no different from" in words[1] and "to the donor's own, more than the 0.0%" in words[3]
