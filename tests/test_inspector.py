@@ -196,14 +196,14 @@ def test_interventions_equal_hooks_on_the_embedding_layer(written, family, kind)
     z = made.bench.thoughts(site, change, donor)
     effect = made.bench.effect(site, change, donor)
     context = site.prefix + [made.model.config.latent_token_id] * len(z) + made.bench.codec.latent_close
-    fed_z = [*site.earlier_z, *z]
+    fed_z = [*site.trajectory.latents[:4], *z]
 
     def along(action, ids, vectors):
         return slow_logprobs(made.model, [*ids, *action], vectors)[len(ids) - 1 : -1]
 
     action = site.action_ids
     read = made.bench.next_token_logprobs(site, [site.z, z], action)
-    recorded = site.trajectory.ids[: site.block.action], [*site.earlier_z, *site.z]
+    recorded = site.trajectory.ids[: site.block.action], site.trajectory.latents
     changed, intact = along(action, context, fed_z), along(action, *recorded)
     assert (read[0] - intact).abs().max() < 1e-5 and (read[1] - changed).abs().max() < 1e-5
     assert effect.kl == pytest.approx((intact.exp() * (intact - changed)).sum(-1).mean().item(), abs=1e-5)
@@ -297,6 +297,8 @@ def test_tables_hold_effects_beside_their_controls(written):
     given = donors(made.sites, seed=1)
     for site, donor in zip(made.sites, given):
         assert donor.trajectory.question.id != site.trajectory.question.id and donor.block.turn == site.block.turn
+    assert all(d.block.turn != s.block.turn for s, d in zip(made.sites, donors(made.sites, same_turn=False)))
+    assert donors(made.sites, same_type=False) == [None] * 6  # all questions here are of one type
     changes = plan(2, ("zero", "patch"), per_step=True)
     episodes = {"environment": Silent(), "modes": "latent", "max_turns": 3, "max_new_tokens": 12, "chunk": 4}
     effects = measure(made.bench, made.sites, changes, given, **episodes)

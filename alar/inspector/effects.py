@@ -32,28 +32,27 @@ def plan(num_latent: int, kinds: Sequence[str] = KINDS, *, per_step: bool = Fals
     return [Intervention(kind, step) for kind in kinds if kind != "shuffle" or num_latent > 1 for step in steps]
 
 
-def donors(sites: Sequence[Site], *, seed: int = 0, same_type: bool = True) -> list[Site | None]:
-    """A donor for every site, drawn at random: another question's block of equal length, at the same turn, with another action.
+def donors(sites: Sequence[Site], *, seed: int = 0, same_turn: bool = True, same_type: bool = True) -> list[Site | None]:
+    """A donor for every site, drawn at random: another question's block of equal length with another recorded action.
 
-    `same_type` prefers a question of the same type, so that the two actions differ in content more than in form. None
-    where there is no such turn.
+    `same_turn` and `same_type` (of question) say whether the donor shares these or differs in them: alike, the two
+    actions differ in content only; unlike, in form too. None where there is no such turn.
     """
-    rng, chosen = random.Random(f"donors {seed}"), []
-    for site in sites:
-        fitting = [other for other in sites if _fits(site, other)]
-        alike = [other for other in fitting if other.trajectory.question.type == site.trajectory.question.type]
-        pool = alike if same_type and alike else fitting
-        chosen.append(rng.choice(pool) if pool else None)
-    return chosen
+    rng, wanted = random.Random(f"donors {seed}"), (same_turn, same_type)
+    pools = ([other for other in sites if _fits(site, other) and _alike(site, other) == wanted] for site in sites)
+    return [rng.choice(pool) if pool else None for pool in pools]
 
 
 def _fits(site: Site, other: Site) -> bool:
     return (
         other.trajectory.question.id != site.trajectory.question.id
-        and other.block.turn == site.block.turn
         and other.block.stop - other.block.start == site.block.stop - site.block.start
         and other.action_ids != site.action_ids
     )
+
+
+def _alike(site: Site, other: Site) -> tuple[bool, bool]:
+    return other.block.turn == site.block.turn, other.trajectory.question.type == site.trajectory.question.type
 
 
 def measure(

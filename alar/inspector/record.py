@@ -35,7 +35,7 @@ class LatentRecord:
     | lens_entropy | (N, L+1) | entropy of the lens distribution in nats |
     | nearest_ids, nearest_cosines | (N, top_k) | token embeddings in the direction of z |
     | cosines | (N, N) | between all steps of the trajectory |
-    | action_attention | (N, L) | weight on this z from the action of its own turn, mean over heads and the action's tokens; 0 without |
+    | action_attention | (N, L) | weight on this z from its turn's action, mean over heads and the action's tokens; 0 without one |
     | latent_attention | (N, L, T) | weights of this z's query over all tokens, itself included: mean over heads; sums to 1 |
     | ids, origins, segment | (T,) | the trajectory's tokens, where they came from, index into `segments` |
 
