@@ -5,11 +5,12 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from alar.inspector import LatentRecord, inspect
-from alar.inspector.effects import INTACT, Replay, _script, causal_map, donors, measure, plan, summarise
+from alar.inspector.effects import INTACT, Replay, _script, causal_map, conclusion, donors, measure, plan, summarise
 from alar.inspector.interventions import KINDS, Bench, Intervention, replaced
 from alar.model.attention import attention_of
 from alar.records import Observation, Origin, Question
@@ -176,6 +177,7 @@ def test_inspect_refuses_what_does_not_belong_to_the_model(written, random_model
         "width 32": replace(trajectory, latents=trajectory.latents[:, :32]),
         "NaN": replace(trajectory, latents=np.full_like(trajectory.latents, np.nan)),
         "another model": replace(trajectory, ids=[9 if i == model.config.latent_token_id else i for i in trajectory.ids]),
+        "belongs to no turn": replace(trajectory, turns=trajectory.turns[:1]),
         "no latent block": run(QUESTIONS[:1], made.bench.engine, Silent(), Sampling(4), modes="off", max_turns=1)[0],
     }
     for message, broken in cases.items():
@@ -194,14 +196,14 @@ def test_interventions_equal_hooks_on_the_embedding_layer(written, family, kind)
     z = made.bench.thoughts(site, change, donor)
     effect = made.bench.effect(site, change, donor)
     context = site.prefix + [made.model.config.latent_token_id] * len(z) + made.bench.codec.latent_close
-    fed_z = [*site.earlier_z, *z]
+    fed_z = [*site.trajectory.latents[:4], *z]
 
     def along(action, ids, vectors):
         return slow_logprobs(made.model, [*ids, *action], vectors)[len(ids) - 1 : -1]
 
     action = site.action_ids
     read = made.bench.next_token_logprobs(site, [site.z, z], action)
-    recorded = site.trajectory.ids[: site.block.action], [*site.earlier_z, *site.z]
+    recorded = site.trajectory.ids[: site.block.action], site.trajectory.latents
     changed, intact = along(action, context, fed_z), along(action, *recorded)
     assert (read[0] - intact).abs().max() < 1e-5 and (read[1] - changed).abs().max() < 1e-5
     assert effect.kl == pytest.approx((intact.exp() * (intact - changed)).sum(-1).mean().item(), abs=1e-5)
@@ -295,6 +297,8 @@ def test_tables_hold_effects_beside_their_controls(written):
     given = donors(made.sites, seed=1)
     for site, donor in zip(made.sites, given):
         assert donor.trajectory.question.id != site.trajectory.question.id and donor.block.turn == site.block.turn
+    assert all(d.block.turn != s.block.turn for s, d in zip(made.sites, donors(made.sites, same_turn=False)))
+    assert donors(made.sites, same_type=False) == [None] * 6  # all questions here are of one type
     changes = plan(2, ("zero", "patch"), per_step=True)
     episodes = {"environment": Silent(), "modes": "latent", "max_turns": 3, "max_new_tokens": 12, "chunk": 4}
     effects = measure(made.bench, made.sites, changes, given, **episodes)
@@ -310,3 +314,16 @@ def test_tables_hold_effects_beside_their_controls(written):
     assert list(causal_map(effects, "zero", resamples=50)["turn"].unique()) == [1, 2]
     with pytest.raises(ValueError, match="per_step"):
         causal_map(effects, "noise")
+
+
+def test_the_conclusion_in_words_follows_the_intervals():
+    rng = np.random.default_rng(0)
+    rows = []
+    for kind, rate in (("zero", 0.9), ("noise", 0.3), ("patch", 0.9)):
+        for number in range(60):
+            own, control = float(rng.random() < rate), float(rng.random() < 0.3)
+            rows.append({"question_id": number, "intervention": kind, "k": 0, "changed": own, "control_changed": control,
+                         "to_donor": own, "control_to_donor": 0.0})
+    words = conclusion(summarise(pd.DataFrame(rows), resamples=500)).splitlines()
+    assert len(words) == 4 and "zero changes 9" in words[0] and "more than the" in words[0] and "60 questions" in words[0]
+    assert "noise" in words[1] and "no different from" in words[1] and "to the donor's own, more than the 0.0%" in words[3]

@@ -1,7 +1,7 @@
 """The latent inspector: what is in the latent thoughts of a trajectory, and whether the action depends on it.
 
     record         inspect(trajectory, model, tokenizer) → LatentRecord: lens, nearest tokens, norms, cosines, attention
-    interventions  replace z and write the action again, each beside a random control
+    interventions  replace z and write the action again, each beside a random control; effects: many of them, in tables
     probes         what z encodes, by linear probes with controls
     geometry       PCA of z, step sizes, p(latent | state)
     explain        a block as pseudo-text, beside an explicit chain of thought from the same state

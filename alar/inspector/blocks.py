@@ -129,7 +129,19 @@ def segments(trajectory: Trajectory) -> tuple[list[str], np.ndarray]:
     return names, of
 
 
-@lru_cache(maxsize=8)
+def turn_of(trajectory: Trajectory, position: int) -> int:
+    """The turn (from 0) in which a position was written; ValueError if it is in none."""
+    for number, turn in enumerate(trajectory.turns):
+        if turn.start <= position < turn.end:
+            return number
+    raise ValueError(f"{trajectory.question.id}: position {position} belongs to no turn; the record of its turns is incomplete")
+
+
 def codec_of(model, tokenizer) -> Codec:
-    """One codec per model and tokenizer: its table of pieces takes a moment to build."""
-    return Codec.of(model, tokenizer)
+    """A codec that is kept: its table of pieces takes a moment to build for a large vocabulary."""
+    return _codec(tokenizer, model.config.num_latent, model.config.latent_token_id)
+
+
+@lru_cache(maxsize=4)
+def _codec(tokenizer, num_latent: int, latent_token_id: int) -> Codec:
+    return Codec(tokenizer, num_latent, latent_token_id)

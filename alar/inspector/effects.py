@@ -32,28 +32,27 @@ def plan(num_latent: int, kinds: Sequence[str] = KINDS, *, per_step: bool = Fals
     return [Intervention(kind, step) for kind in kinds if kind != "shuffle" or num_latent > 1 for step in steps]
 
 
-def donors(sites: Sequence[Site], *, seed: int = 0, same_type: bool = True) -> list[Site | None]:
-    """A donor for every site, drawn at random: another question's block of equal length, at the same turn, with another action.
+def donors(sites: Sequence[Site], *, seed: int = 0, same_turn: bool = True, same_type: bool = True) -> list[Site | None]:
+    """A donor for every site, drawn at random: another question's block of equal length with another recorded action.
 
-    `same_type` prefers a question of the same type, so that the two actions differ in content more than in form. None
-    where there is no such turn.
+    `same_turn` and `same_type` (of question) say whether the donor shares these or differs in them: alike, the two
+    actions differ in content only; unlike, in form too. None where there is no such turn.
     """
-    rng, chosen = random.Random(f"donors {seed}"), []
-    for site in sites:
-        fitting = [other for other in sites if _fits(site, other)]
-        alike = [other for other in fitting if other.trajectory.question.type == site.trajectory.question.type]
-        pool = alike if same_type and alike else fitting
-        chosen.append(rng.choice(pool) if pool else None)
-    return chosen
+    rng, wanted = random.Random(f"donors {seed}"), (same_turn, same_type)
+    pools = ([other for other in sites if _fits(site, other) and _alike(site, other) == wanted] for site in sites)
+    return [rng.choice(pool) if pool else None for pool in pools]
 
 
 def _fits(site: Site, other: Site) -> bool:
     return (
         other.trajectory.question.id != site.trajectory.question.id
-        and other.block.turn == site.block.turn
         and other.block.stop - other.block.start == site.block.stop - site.block.start
         and other.action_ids != site.action_ids
     )
+
+
+def _alike(site: Site, other: Site) -> tuple[bool, bool]:
+    return other.block.turn == site.block.turn, other.trajectory.question.type == site.trajectory.question.type
 
 
 def measure(
@@ -82,12 +81,12 @@ def measure(
         right = [None] * len(effects)
         if environment is not None:
             right = _continued(bench, effects, environment, modes, max_turns, max_new_tokens)
-        judged, reference = list(zip(effects, right)), None
-        for (effect, correct), control in zip(judged, [*judged[1:], None]):
+        judged = list(zip(effects, right))
+        for number, (effect, correct) in enumerate(judged):
             if effect.intervention == INTACT:
                 reference = {} if correct is None else {"reference_correct": float(correct)}
             elif not effect.intervention.control:
-                rows.append(_row(effect, correct, *control) | reference)
+                rows.append(_row(effect, correct, *judged[number + 1]) | reference)
     return pd.DataFrame(rows)
 
 
@@ -167,6 +166,28 @@ def causal_map(effects: pd.DataFrame, intervention: str = "patch", measure: str 
         raise ValueError(f"no {intervention!r} of single steps among these effects: measure with plan(K, per_step=True)")
     table = summarise(chosen, by=("turn", "k"), **options)
     return table[table["measure"] == measure].reset_index(drop=True)
+
+
+def conclusion(summary: pd.DataFrame) -> str:
+    """What a summary of whole blocks says, in one sentence per intervention; its last one is about patching."""
+    whole = summary[summary["k"] == 0]
+    lines = [_sentence(row, f"{row['intervention']} changes {{}} of the actions") for row in _rows(whole, "changed")]
+    moved = [row for row in _rows(whole, "to_donor") if row["intervention"] == "patch"]
+    lines += [_sentence(row, "patching moves {} of the actions to the donor's own") for row in moved]
+    return "\n".join(lines)
+
+
+def _rows(summary: pd.DataFrame, measure: str) -> list[dict]:
+    return summary[summary["measure"] == measure].to_dict("records")
+
+
+def _sentence(row: dict, text: str) -> str:
+    share, low, high = (f"{100 * row[name]:.1f}" for name in ("difference", "difference_low", "difference_high"))
+    verdict = "more than" if row["difference_low"] > 0 else "less than" if row["difference_high"] < 0 else "no different from"
+    return (
+        f"{text.format(format(row['mean'], '.1%'))}, {verdict} the {row['control']:.1%} of a random displacement of the same size "
+        f"(difference {share} [{low}, {high}] points, {row['questions']} questions)."
+    )
 
 
 class Replay(Engine):

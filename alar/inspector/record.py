@@ -16,7 +16,7 @@ import torch
 
 from alar.inspector import lens
 from alar.inspector.attention import WATCHED, Watch
-from alar.inspector.blocks import check_trajectory, codec_of, latent_blocks, segments
+from alar.inspector.blocks import check_trajectory, codec_of, latent_blocks, segments, turn_of
 from alar.jsonl import replacing
 from alar.model.attention import attention_of
 from alar.records import Origin, Trajectory
@@ -35,7 +35,7 @@ class LatentRecord:
     | lens_entropy | (N, L+1) | entropy of the lens distribution in nats |
     | nearest_ids, nearest_cosines | (N, top_k) | token embeddings in the direction of z |
     | cosines | (N, N) | between all steps of the trajectory |
-    | action_attention | (N, L) | weight on this z from the action of its own turn: mean over heads and over the action's tokens |
+    | action_attention | (N, L) | weight on this z from its turn's action, mean over heads and the action's tokens; 0 without one |
     | latent_attention | (N, L, T) | weights of this z's query over all tokens, itself included: mean over heads; sums to 1 |
     | ids, origins, segment | (T,) | the trajectory's tokens, where they came from, index into `segments` |
 
@@ -178,7 +178,7 @@ def inspect(trajectory: Trajectory, model, tokenizer, *, top_k: int = 8) -> Late
     read = lens.logit_lens(model, lens.layer_states(model, hidden_states), top_k)
     nearest_ids, nearest_cosines = lens.nearest_tokens(z.to(device), embeddings, top_k)
     norm, ratio, quantile = lens.norm_statistics(z.to(device), embeddings)
-    turn = np.array([next(i for i, t in enumerate(trajectory.turns) if t.start <= p < t.end) for p in places])
+    turn = np.array([turn_of(trajectory, place) for place in places])
     names, segment = segments(trajectory)
     held = {*trajectory.ids, *read.ids.ravel().tolist(), *nearest_ids.ravel().tolist()}
     arrays = {
