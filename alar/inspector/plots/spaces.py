@@ -43,8 +43,11 @@ def probes(table: pd.DataFrame, *, scale: str = MEASURED) -> tuple[Figure, pd.Da
     `table` comes from `alar.inspector.probes.probe_table`.
     """
     targets = [name for name in TARGET_NAMES if name in set(table["target"])]
-    figure = new_figure(PAGE, 2.4)
-    grid = figure.subplots(1, len(targets), sharey=True, squeeze=False)[0]
+    columns = min(3, len(targets))
+    lines = -(-len(targets) // columns)
+    figure = new_figure(PAGE, 0.5 + 1.75 * lines)
+    panels = figure.subplots(lines, columns, sharey=True, squeeze=False).ravel()
+    grid, spare = panels[: len(targets)], panels[len(targets) :]
     series = (("accuracy", "z", BLUE, "o", BLUE, 0.0), ("embedding", "words of the question", ORANGE, "s", "white", -0.22),
               ("shuffled", "z, shuffled labels", GREY, "D", "white", 0.22))
     for index, (axes, target) in enumerate(zip(grid, targets, strict=True)):
@@ -61,9 +64,11 @@ def probes(table: pd.DataFrame, *, scale: str = MEASURED) -> tuple[Figure, pd.Da
             axes.text(place - 0.4, 1.03, f"turn {turn}, n = {count}", fontsize=5, color=GREY)
         axes.set(title=f"{panel_letter(index)}   {TARGET_NAMES[target]}", xlabel="Latent step k", ylim=(-0.04, 1.1))
         percent_axis(axes.yaxis)
-    grid[0].set_ylabel("Accuracy (%)")
-    handles, names = grid[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=4)
+    for axes in panels[::columns]:
+        axes.set_ylabel("Accuracy (%)")
+    for axes in spare:
+        axes.axis("off")
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper right", ncols=4)
     footnote(figure, scale, "linear probes, 5 folds by question", "bars: 95 % intervals, bootstrap over questions")
     return figure, table
 
