@@ -1,8 +1,8 @@
 """`--publish`: the figures and the executed notebooks of a finished run, as files for the repository.
 
 `figures/` gets what stages 07 and 08 wrote; `notebooks/executed/` gets one self-contained HTML page per notebook, with
-images reduced and without widgets, timestamps or machine paths, so that publishing the same run twice changes nothing.
-The search domain is published at the top, any other in a folder of its name. More than 5 MB of pages is an error.
+images reduced and without widgets, timestamps or machine paths, so that publishing the same run twice changes nothing, and
+the report of the latent inspector. The search domain is published at the top, any other in a folder of its name. More than 5 MB of pages is an error.
 """
 
 import base64
@@ -21,6 +21,7 @@ IMAGE_WIDTH = 900  # pixels
 WIDGET = "application/vnd.jupyter.widget-view+json"
 TOP_DOMAIN = "search"
 FIGURE_STAGES = ("07_figures", "08_latent_inspector")  # the first one must be there
+REPORT = Path("08_latent_inspector", "report.html")
 FIGURE_FILES = (".png", ".svg", ".csv", ".pdf")
 
 PAGE = """<!DOCTYPE html>
@@ -48,6 +49,8 @@ def publish(finished: list[tuple[str, Path]], root: Path) -> list[str]:
         below = Path() if domain == TOP_DOMAIN else Path(domain)
         for executed in sorted((run_dir / "executed").glob("[0-9][0-9]_*.ipynb")):
             pages[root / "notebooks" / "executed" / below / f"{executed.stem}.html"] = to_html(executed, root)
+        if (run_dir / REPORT).exists():
+            pages[root / "notebooks" / "executed" / below / "latent_report.html"] = (run_dir / REPORT).read_text(encoding="utf-8")
     total = sum(len(page.encode()) for page in pages.values())
     if total > LIMIT:
         largest = sorted(pages, key=lambda path: -len(pages[path]))[:3]
@@ -59,7 +62,7 @@ def publish(finished: list[tuple[str, Path]], root: Path) -> list[str]:
     for path, page in pages.items():
         with replacing(path) as aside:
             aside.write_text(page, encoding="utf-8")
-    lines.append(f"{len(pages)} executed notebooks, {total / 2**20:.1f} MB, in {root / 'notebooks' / 'executed'}")
+    lines.append(f"{len(pages)} pages, {total / 2**20:.1f} MB, in {root / 'notebooks' / 'executed'}")
     return lines
 
 
