@@ -11,7 +11,7 @@ import torch
 
 from alar.inspector import LatentRecord, inspect
 from alar.inspector.effects import INTACT, Replay, _script, causal_map, conclusion, donors, measure, plan, summarise
-from alar.inspector.interventions import KINDS, Bench, Intervention, replaced
+from alar.inspector.interventions import KINDS, Bench, Effect, Intervention, replaced
 from alar.model.attention import attention_of
 from alar.records import Observation, Origin, Question
 from alar.rollout.engine import Sampling
@@ -323,7 +323,19 @@ def test_the_conclusion_in_words_follows_the_intervals():
         for number in range(60):
             own, control = float(rng.random() < rate), float(rng.random() < 0.3)
             rows.append({"question_id": number, "intervention": kind, "k": 0, "changed": own, "control_changed": control,
-                         "to_donor": own, "control_to_donor": 0.0})
+                         "to_donor": own, "control_to_donor": 0.0, "to_donor_kind": control, "control_to_donor_kind": own})
     words = conclusion(summarise(pd.DataFrame(rows), resamples=500)).splitlines()
-    assert len(words) == 4 and "zero changes 9" in words[0] and "more than the" in words[0] and "60 questions" in words[0]
+    assert len(words) == 5 and "zero changes 9" in words[0] and "more than the" in words[0] and "60 questions" in words[0]
     assert "noise" in words[1] and "no different from" in words[1] and "to the donor's own, more than the 0.0%" in words[3]
+    assert "of another kind" in words[4] and "less than the" in words[4]
+
+
+def test_an_action_moves_to_the_donors_kind_only_from_another_one():
+    def moved(reference, donor, action):
+        return Effect(None, INTACT, None, None, action, reference, 0.0, 0.0, donor).to_donor_kind
+
+    assert moved("<search>Peru</search>", "<answer>12</answer>", "<answer>Peru</answer>") == 1
+    assert moved("<search>Peru</search>", "<answer>12</answer>", "<search>Chad</search>") == 0
+    assert moved("<search>Peru</search>", "<answer>12</answer>", "no tag") == 0
+    assert np.isnan(moved("<search>Peru</search>", "<search>Chad</search>", "<search>Chad</search>"))
+    assert np.isnan(moved("<search>Peru</search>", "", "<answer>1</answer>"))

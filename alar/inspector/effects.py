@@ -22,7 +22,7 @@ from alar.rollout.engine import Engine, Sampling, TurnOutput
 from alar.rollout.loop import Environment, run
 from alar.statistics import Estimate, bootstrap_mean, paired_bootstrap
 
-MEASURES = ("changed", "kl", "to_donor", "donor_gain", "correct")
+MEASURES = ("changed", "kl", "to_donor", "to_donor_kind", "donor_gain", "correct")
 INTACT = Intervention("none")
 
 
@@ -124,6 +124,7 @@ def _numbers(effect: Effect, correct: bool | None) -> dict:
         "changed": float(effect.changed),
         "kl": effect.kl,
         "to_donor": float(effect.to_donor) if effect.donor_action else float("nan"),
+        "to_donor_kind": effect.to_donor_kind,
         "donor_gain": effect.donor_gain,
         "distance": effect.distance,
     }
@@ -169,24 +170,24 @@ def causal_map(effects: pd.DataFrame, intervention: str = "patch", measure: str 
 
 
 def conclusion(summary: pd.DataFrame) -> str:
-    """What a summary of whole blocks says, in one sentence per intervention; its last one is about patching."""
+    """What a summary of whole blocks says, in one sentence per intervention; the last ones are about patching."""
+    sentences = {
+        "changed": "{intervention} changes {share} of the actions",
+        "to_donor": "patching moves {share} of the actions to the donor's own",
+        "to_donor_kind": "where the donor's action is of another kind, patching moves {share} of the actions to that kind",
+    }
     whole = summary[summary["k"] == 0]
-    lines = [_sentence(row, f"{row['intervention']} changes {{}} of the actions") for row in _rows(whole, "changed")]
-    moved = [row for row in _rows(whole, "to_donor") if row["intervention"] == "patch"]
-    lines += [_sentence(row, "patching moves {} of the actions to the donor's own") for row in moved]
-    return "\n".join(lines)
-
-
-def _rows(summary: pd.DataFrame, measure: str) -> list[dict]:
-    return summary[summary["measure"] == measure].to_dict("records")
+    rows = [row for name in sentences for row in whole[whole["measure"] == name].to_dict("records")]
+    told = [row for row in rows if row["measure"] == "changed" or row["intervention"] == "patch"]
+    return "\n".join(_sentence(row, sentences[row["measure"]]) for row in told)
 
 
 def _sentence(row: dict, text: str) -> str:
     share, low, high = (f"{100 * row[name]:.1f}" for name in ("difference", "difference_low", "difference_high"))
     verdict = "more than" if row["difference_low"] > 0 else "less than" if row["difference_high"] < 0 else "no different from"
     return (
-        f"{text.format(format(row['mean'], '.1%'))}, {verdict} the {row['control']:.1%} of a random displacement of the same size "
-        f"(difference {share} [{low}, {high}] points, {row['questions']} questions)."
+        f"{text.format(share=format(row['mean'], '.1%'), **row)}, {verdict} the {row['control']:.1%} of a random displacement of "
+        f"the same size (difference {share} [{low}, {high}] points, {row['questions']} questions)."
     )
 
 

@@ -18,6 +18,7 @@ once. The intact action is written in the same way, so that a sampled trajectory
 
 from __future__ import annotations
 
+import re
 import zlib
 from dataclasses import dataclass
 from typing import Sequence
@@ -36,6 +37,7 @@ from alar.rollout.engine import Sampling, TurnOutput, TurnRequest
 from alar.rollout.hf import HFEngine, policy_logits
 
 KINDS = ("zero", "mean", "noise", "shuffle", "patch", "drop")
+_TAG = re.compile(r"\s*<(\w+)>")
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,15 @@ class Effect:
 
     @property
     def to_donor(self) -> bool:
+        """Whether the action became the donor's."""
         return bool(self.donor_action) and self.changed and self.action == self.donor_action
+
+    @property
+    def to_donor_kind(self) -> float:
+        """Whether the action became one of the donor's kind, "search" or "answer" for example; NaN if it was of that kind."""
+        kinds = [_TAG.match(text) for text in (self.reference, self.donor_action, self.action)]
+        reference, donor, own = (found and found[1] for found in kinds)
+        return float("nan") if donor is None or donor == reference else float(own == donor)
 
 
 def replaced(
