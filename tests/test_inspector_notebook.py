@@ -23,7 +23,8 @@ from alar.runs.publish import to_html
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "notebooks" / "08_latent_inspector.ipynb"
 SIZES = {"questions": 4, "records": 2, "intervened": 3, "mapped": 2, "probed": 4, "explained": 1, "reported": 4, "bootstrap": 100,
-         "rollout_max_turns": 2, "rollout_max_new_tokens": 24, "threads": 1}
+         "rollout_max_turns": 2, "rollout_max_new_tokens": 24, "threads": 1,
+         "figures_formats": ["png"]}
 TABLES = ("interventions.csv", "causal_map.csv", "probes.csv", "inspector_steps.csv", "inspector_words.csv")
 FIGURES = ("trajectory", "comparison", "lens", "vectors", "attention", "interventions", "causal_map", "panel", "components",
            "recurrence")

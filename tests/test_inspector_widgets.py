@@ -77,7 +77,9 @@ def views(engine, trajectories, records, bench, twins):
 
 def positions(control):
     """Every value that a person can choose."""
-    return [value for _, value in control._options_full] if hasattr(control, "_options_full") else range(control.min, control.max + 1)
+    if hasattr(control, "options"):
+        return [option[1] if isinstance(option, tuple) else option for option in control.options]
+    return range(control.min, control.max + 1)
 
 
 def test_every_control_of_every_view_changes_what_is_shown(views):

@@ -40,8 +40,8 @@ def probes(table: pd.DataFrame) -> list[str]:
     for target, rows in table.groupby("target", sort=False):
         name = TARGET_NAMES.get(target, target)
         best = rows.loc[rows["difference"].idxmax()]
-        scores = (f"{_percent(best, 'accuracy', 'accuracy_low', 'accuracy_high')} from z at its best place, turn {int(best['turn'])}, "
-                  f"k = {int(best['k'])}; {100 * best['embedding']:.0f} % from the question's words, "
+        scores = (f"{_percent(best, 'accuracy', 'accuracy_low', 'accuracy_high')} from z at its best place, "
+                  f"turn {int(best['turn'])}, k = {int(best['k'])}; {100 * best['embedding']:.0f} % from the question's words, "
                   f"{100 * best['shuffled']:.0f} % with shuffled labels")
         if _above(rows)[best.name] and best["accuracy_low"] > best["shuffled_high"]:
             said.append(f"{name}: a linear probe reads it in z better than in the words of the question ({scores}).")

@@ -59,7 +59,8 @@ def interventions(summary: pd.DataFrame, *, scale: str = MEASURED) -> tuple[Figu
     handles = [Line2D([], [], marker="o", color=BLUE, linestyle="none", label="intervention"),
                Line2D([], [], marker="o", color=GREY, markerfacecolor="white", linestyle="none", label="random control")]
     figure.legend(handles=handles, loc="outside upper right", ncols=2)
-    footnote(figure, scale, "KL: intact to replaced, mean over the action's tokens", f"{int(shown['turns'].max())} turns of {int(shown['questions'].max())} questions", _BARS)
+    counts = f"{int(shown['turns'].max())} turns of {int(shown['questions'].max())} questions"
+    footnote(figure, scale, "KL: intact to replaced, mean over the action's tokens", counts, _BARS)
     return figure, shown.reset_index(drop=True)
 
 
@@ -89,7 +90,8 @@ def causal_map(table: pd.DataFrame, *, name: str = "KL, nats", scale: str = MEAS
     counts = table.groupby("turn")["turns"].max()
     grid[0].set_yticks(range(len(turns)), [f"turn {turn} (n = {counts[turn]})" for turn in turns])
     figure.colorbar(image, ax=grid, label=name, fraction=0.03, pad=0.01)
-    footnote(figure, scale, "one z of the block replaced at a time", f"* 95 % interval of the difference excludes 0, ≥ {ENOUGH} questions")
+    footnote(figure, scale, "one z of the block replaced at a time",
+             f"* 95 % interval of the difference excludes 0, ≥ {ENOUGH} questions")
     return figure, table
 
 
