@@ -27,6 +27,7 @@ OPTIONS = (
     "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars", "--mute-audio",
     "--window-size=1280,1000", "--remote-debugging-port=0",
 )
+PATIENCE = float(os.environ.get("ALAR_PATIENCE", 280))  # seconds that a start or a whole notebook may take
 KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "ArrowDown": 40, "ArrowUp": 38, "Enter": 13, " ": 32, "Home": 36, "End": 35}
 
 PANEL = "[...jupyterapp.shell.widgets('main')].find(w => w.sessionContext)"  # the first open notebook
@@ -43,7 +44,7 @@ class Page:
     def __init__(self, address: str):
         import websocket
 
-        self.socket = websocket.create_connection(address, suppress_origin=True, timeout=280)
+        self.socket = websocket.create_connection(address, suppress_origin=True, timeout=PATIENCE)
         self.calls = 0
         self.requests: list[str] = []
         self.errors: list[str] = []
@@ -80,7 +81,7 @@ class Page:
             raise RuntimeError(f"{expression}: {found['exceptionDetails'].get('exception', {}).get('description')}")
         return found["result"].get("value")
 
-    def wait(self, expression: str, seconds: float = 60) -> Any:
+    def wait(self, expression: str, seconds: float = PATIENCE) -> Any:
         """The value of an expression once it is truthy."""
         end = time.monotonic() + seconds
         while not (value := self.evaluate(expression)):
@@ -92,7 +93,7 @@ class Page:
     def open_notebook(self, server: str, name: str) -> None:
         """Show a notebook in JupyterLab and wait for its kernel."""
         self.open(f"{server}/lab/tree/{name}")
-        self.wait(f"typeof jupyterapp !== 'undefined' && {PANEL}?.sessionContext?.session?.kernel?.status === 'idle'", 120)
+        self.wait(f"typeof jupyterapp !== 'undefined' && {PANEL}?.sessionContext?.session?.kernel?.status === 'idle'")
         self.evaluate(f"jupyterapp.shell.activateById({PANEL}.id)")
 
     def run_all_cells(self) -> None:
@@ -145,7 +146,7 @@ def opened(folder: Path) -> Iterator[Page]:
         process = subprocess.Popen([find(), *OPTIONS, f"--user-data-dir={profile}", "about:blank"], stdout=log, stderr=log)
         try:
             ready = profile / "DevToolsActivePort"
-            _until(lambda: process.poll() is not None or (ready.exists() and ready.read_text().count("\n")), 60, "the browser")
+            _until(lambda: process.poll() is not None or (ready.exists() and ready.read_text().count("\n")), "the browser")
             port = ready.read_text().split()[0]
             tabs = json.loads(urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=20).read())
             page = Page(next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page"))
@@ -186,7 +187,7 @@ def jupyterlab(folder: Path, root: Path, python_path: str) -> Iterator[str]:
         process = subprocess.Popen(command, env=environment, cwd=root, stdout=log, stderr=log)
         try:
             address = f"http://127.0.0.1:{port}"
-            _until(lambda: process.poll() is not None or _answers(f"{address}/api"), 90, "JupyterLab")
+            _until(lambda: process.poll() is not None or _answers(f"{address}/api"), "JupyterLab")
             if process.poll() is not None:
                 raise RuntimeError(f"JupyterLab ended at once; see {folder / 'jupyterlab.log'}")
             yield address
@@ -205,9 +206,9 @@ def _answers(address: str) -> bool:
         return False
 
 
-def _until(condition, seconds: float, what: str) -> None:
-    end = time.monotonic() + seconds
+def _until(condition, what: str) -> None:
+    end = time.monotonic() + PATIENCE
     while not condition():
         if time.monotonic() > end:
-            raise TimeoutError(f"{what} did not start within {seconds:.0f} s")
+            raise TimeoutError(f"{what} did not start within {PATIENCE:.0f} s")
         time.sleep(0.05)
