@@ -170,7 +170,8 @@ def effect_reading(effects: Sequence[Effect]) -> str:
 def site_label(site: Site) -> str:
     """Question, turn and recorded action of a latent turn, on one line."""
     turn = site.trajectory.turns[site.block.turn]
-    return f"{shortened(site.trajectory.question.text, 60)} · turn {site.block.turn + 1} · {turn.action}: {turn.argument}"
+    action = f"{turn.action}: {turn.argument}" if turn.action else "no action"
+    return f"{shortened(site.trajectory.question.text, 60)} · turn {site.block.turn + 1} · {action}"
 
 
 def _step_options(site: Site) -> list[tuple[str, int]]:
