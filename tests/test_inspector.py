@@ -326,7 +326,7 @@ def test_the_conclusion_in_words_follows_the_intervals():
                          "to_donor": own, "control_to_donor": 0.0, "to_donor_kind": control, "control_to_donor_kind": own})
     words = conclusion(summarise(pd.DataFrame(rows), resamples=500)).splitlines()
     assert len(words) == 5 and "zero changes 9" in words[0] and "more than the" in words[0] and "60 questions" in words[0]
-    assert "noise" in words[1] and "no different from" in words[1] and "to the donor's own, more than the 0.0%" in words[3]
+    assert "noise" in words[1] and "not told apart from" in words[1] and "to the donor's own, more than the 0.0%" in words[3]
     assert "of another kind" in words[4] and "less than the" in words[4]
 
 

@@ -184,7 +184,7 @@ def conclusion(summary: pd.DataFrame) -> str:
 
 def _sentence(row: dict, text: str) -> str:
     share, low, high = (f"{100 * row[name]:.1f}" for name in ("difference", "difference_low", "difference_high"))
-    verdict = "more than" if row["difference_low"] > 0 else "less than" if row["difference_high"] < 0 else "no different from"
+    verdict = "more than" if row["difference_low"] > 0 else "less than" if row["difference_high"] < 0 else "not told apart from"
     return (
         f"{text.format(share=format(row['mean'], '.1%'), **row)}, {verdict} the {row['control']:.1%} of a random displacement of "
         f"the same size (difference {share} [{low}, {high}] points, {row['questions']} questions)."
