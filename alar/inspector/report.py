@@ -2,7 +2,7 @@
 
 The file holds everything it shows: no script, no font, no picture from elsewhere; its content security policy forbids
 the browser to ask for anything. Every text is escaped (`alar.inspector.fragments`), so a question that contains markup is
-shown as the text it is. At most `LENS_LAYERS` layers and `LENS_TOKENS` candidates per latent step keep it small.
+shown as the text it is. At most `LENS_LAYERS` layers and `LENS_TOKENS` candidates per latent step keep it small and readable.
 """
 
 from __future__ import annotations
