@@ -7,7 +7,7 @@ from alar import params
 from alar.params.notebooks import NotebookError, declared_parameters
 from alar.params.sections import Experiment, defaults
 
-FILES = ("laptop", "smoke", "laptop-from-scratch", "controls", "seeds", "benchmarks")
+FILES = ("laptop", "smoke", "laptop-from-scratch", "controls", "seeds", "benchmarks", "serving")
 
 
 @pytest.fixture

@@ -1,11 +1,6 @@
 """`python -m alar.serve`: the OpenAI-compatible server on a random checkpoint, as a client sees it."""
 
 import asyncio
-import os
-import socket
-import subprocess
-import sys
-import time
 
 import httpx
 import numpy as np
@@ -18,6 +13,7 @@ from alar.model import from_base, save
 from alar.rollout.codec import Codec
 from alar.rollout.hf import policy_logits
 from alar.rollout.vllm.checks import INSTALL, TESTED_VLLM, vllm_version
+from alar.serve import Server
 
 pytestmark = [
     pytest.mark.skipif(vllm_version() not in TESTED_VLLM, reason=f"vLLM {TESTED_VLLM[-1]} is not installed: {INSTALL}"),
@@ -45,44 +41,16 @@ def served(tmp_path_factory, tokenizer, installed_path):
     tokenizer.save_pretrained(folder / "base")
     model, extended = from_base(folder / "base", num_latent=4, seed=3)
     save(model, extended, folder / "latent")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {
+    environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1", "PYTHONPATH": installed_path,
     }
-    command = [
-        sys.executable, "-m", "alar.serve", str(folder / "latent"), "--host", "127.0.0.1", "--port", str(port),
-        "--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "32", "--block-size", "32",
-        "--served-model-name", "alar", "--max-num-batched-tokens", "512",
-    ]
-    log = (folder / "log").open("w+")
-    process = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log, start_new_session=True)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(1200):
-            if process.poll() is not None:
-                pytest.fail(f"the server ended:\n{(folder / 'log').read_text()[-3000:]}")
-            try:
-                if httpx.get(f"{address}/health", timeout=5).status_code == 200:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.5)
-        else:
-            pytest.fail("the server did not start")
-        yield address, model, Codec.of(model, extended), process
-    finally:
-        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        for child in children:
-            if child.is_running():
-                child.kill()
-        log.close()
+    options = (
+        "--dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 32 --block-size 32 --served-model-name alar "
+        "--max-num-batched-tokens 512"
+    ).split()
+    with Server(folder / "latent", *options, log=folder / "log", environment=environment) as server:
+        yield server.address, model, Codec.of(model, extended), server.process
 
 
 def ask(address, path, **body):
