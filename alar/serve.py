@@ -4,7 +4,7 @@
 
 Sets the scheduler class, the logits processor, the worker extension and the chat history; everything else is vLLM's. A
 request chooses its mode with `vllm_xargs`: {"latent_mode": "free" | "latent" | "think" | "off"}, and asks for its z with
-{"latent_record": KEY}, to be fetched once from GET /latents/KEY. The other options: `alar.rollout.vllm.turns`.
+{"latent_record": KEY}, to be fetched once from GET /v1/latents/KEY. The other options: `alar.rollout.vllm.turns`.
 
     with Server(FOLDER, log="server.log") as server:        the same from Python, as a process that ends with this one
         httpx.get(f"{server.address}/v1/models")
@@ -24,7 +24,9 @@ import urllib.request
 from pathlib import Path
 from typing import Mapping
 
-from alar.rollout.vllm.checks import FORCER, ROOM, SCHEDULERS, WORKER, EngineRefused, require_entry_point, require_vllm
+from alar.rollout.vllm.checks import (
+    FORCER, ROOM, SCHEDULERS, WORKER, EngineRefused, require_entry_point, require_vllm, stored_dtype,
+)
 
 MIDDLEWARE = f"{ROOM}.history.LatentHistory"
 OURS = (
@@ -113,8 +115,10 @@ def server_arguments(argv: list[str]) -> list[str]:
         "--model", folder, "--scheduler-cls", SCHEDULERS[True], "--async-scheduling", "--logits-processors", FORCER,
         "--worker-extension-cls", WORKER, "--middleware", MIDDLEWARE,
     ]
-    if not any(option.split("=")[0] == "--generation-config" for option in options):
-        ours += ["--generation-config", "vllm"]
+    given = {option.split("=")[0] for option in options}
+    for option, value in {"--generation-config": "vllm", "--dtype": stored_dtype(folder)}.items():
+        if option not in given:
+            ours += [option, value]
     return ours + options
 
 

@@ -46,7 +46,7 @@ def served(tmp_path_factory, tokenizer, installed_path):
         "OMP_NUM_THREADS": "1", "PYTHONPATH": installed_path,
     }
     options = (
-        "--dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 32 --block-size 32 --served-model-name alar "
+        "--enforce-eager --max-model-len 512 --max-num-seqs 32 --block-size 32 --served-model-name alar "
         "--max-num-batched-tokens 512"
     ).split()
     with Server(folder / "latent", *options, log=folder / "log", environment=environment) as server:
@@ -146,16 +146,19 @@ def test_a_context_with_a_broken_block_fails_its_request_only(served):
 def test_z_and_log_probs_are_fetched_once(served):
     address, model, codec, _ = served
     xargs = {"latent_mode": "latent", "latent_record": "first"}
+    ask(address, "/v1/completions", prompt=codec.prompt("a longer one"), vllm_xargs=xargs, max_tokens=TOKENS + 8)
     _, answer = ask(address, "/v1/completions", prompt=codec.prompt("z"), vllm_xargs=xargs, return_token_ids=True)
     ids = answer["choices"][0]["token_ids"]
-    record = httpx.get(f"{address}/latents/first").json()
+    record = httpx.get(f"{address}/v1/latents/first").json()
     with torch.no_grad():
         states = model.latent_states(torch.tensor([codec.prompt("z") + ids]))
     assert np.abs(np.array(record["latents"]) - states.latents.numpy()).max() <= 1e-4
     opening = len(codec.separator + codec.latent_open)
     block = opening + 4 + len(codec.latent_close)
     assert record["positions"] == list(range(opening, opening + 4)) and record["forced"] == list(range(block))
-    assert httpx.get(f"{address}/latents/first").status_code == 404
+    assert len(record["logprobs"]) == len(ids), "of the last request under this key, not of both"
+    assert [value is None for value in record["logprobs"]] == [place < block for place in range(len(ids))]
+    assert httpx.get(f"{address}/v1/latents/first").status_code == 404
 
 
 def many(address, model, codec, count, cancelled):
