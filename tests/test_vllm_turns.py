@@ -1,17 +1,22 @@
 """What the vLLM room decides without vLLM: options of a request, contexts, chat histories, refusals, and its own absence."""
 
+import asyncio
 import subprocess
 import sys
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
+from fastapi import FastAPI
 
 from alar.records import Origin
 from alar.rollout.codec import Codec
 from alar.rollout.sampling import inverse_cdf
 from alar.rollout.vllm import checks
-from alar.rollout.vllm.history import AS_TEXT, RESERVED, UNKNOWN, BlockMemory, HistoryRefused, refuse_text_blocks
+from alar.rollout.vllm.history import (
+    AS_TEXT, RESERVED, UNKNOWN, BlockMemory, HistoryRefused, LatentHistory, refuse_text_blocks,
+)
 from alar.rollout.vllm.turns import TurnOptions, open_turn, problem_in_context
 from alar.serve import server_arguments
 
@@ -225,6 +230,38 @@ def test_text_prompts_with_blocks_are_refused_and_ids_pass():
         with pytest.raises(HistoryRefused) as refusal:
             refuse_text_blocks(prompt)
         assert str(refusal.value) == AS_TEXT
+
+
+def test_the_server_gives_z_once_and_refuses_what_it_cannot_rebuild(codec, monkeypatch):
+    records = {"a": {"logprobs": [float("-inf"), -0.5], "forced": [0], "positions": [0], "latents": b"\0\0\x80\x3f" * 2}}
+
+    class Client:
+        vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(hidden_size=2)))
+        generate = None
+
+        async def collective_rpc(self, method, args):
+            assert method == "latent_records"
+            return [[records.pop(key, None) for key in args[0]]]
+
+    monkeypatch.setattr("alar.rollout.vllm.turns.codec_of", lambda config: codec)
+    app = FastAPI()
+    app.state.engine_client = Client()
+    app.state.online_renderer = SimpleNamespace(render_chat=None, render_completion=None)
+    app.add_middleware(LatentHistory)
+
+    def ask(method, path):
+        async def answered():
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+                return await client.request(method, path, json={})
+
+        return asyncio.run(answered())
+
+    answer = ask("GET", "/v1/latents/a")
+    assert answer.json() == {"logprobs": [None, -0.5], "forced": [0], "positions": [0], "latents": [[1.0, 1.0]]}
+    answer = ask("GET", "/v1/latents/a")
+    assert answer.status_code == 404 and "fetched already" in answer.json()["error"]["message"]
+    answer = ask("POST", "/v1/responses")
+    assert answer.status_code == 400 and "use /v1/chat/completions" in answer.json()["error"]["message"]
 
 
 def test_the_memory_forgets_the_answers_that_were_used_longest_ago(codec):
