@@ -50,12 +50,15 @@ class Turn:
     policy_text: str = ""
 
 
+def user_text(question: str) -> str:
+    """What the user says: the instruction and the question."""
+    question = question.strip().rstrip("?")
+    return f"{INSTRUCTION}\nQuestion: {question}?\n"
+
+
 def prompt_text(question: str) -> str:
     """User turn and generation prompt in ChatML, without a system message (Search-R1's form)."""
-    question = question.strip().rstrip("?")
-    return (
-        f"<|im_start|>user\n{INSTRUCTION}\nQuestion: {question}?\n<|im_end|>\n<|im_start|>assistant\n"
-    )
+    return f"<|im_start|>user\n{user_text(question)}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def observation_text(passages: list[tuple[str, str]]) -> str:

@@ -4,21 +4,98 @@
 
 Sets the scheduler class, the logits processor, the worker extension and the chat history; everything else is vLLM's. A
 request chooses its mode with `vllm_xargs`: {"latent_mode": "free" | "latent" | "think" | "off"}, and asks for its z with
-{"latent_record": KEY}, to be fetched once from GET /latents/KEY. The other options: `alar.rollout.vllm.turns`.
+{"latent_record": KEY}, to be fetched once from GET /v1/latents/KEY. The other options: `alar.rollout.vllm.turns`.
+
+    with Server(FOLDER, log="server.log") as server:        the same from Python, as a process that ends with this one
+        httpx.get(f"{server.address}/v1/models")
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import signal
+import socket
+import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
+from typing import Mapping
 
-from alar.rollout.vllm.checks import FORCER, ROOM, SCHEDULERS, WORKER, EngineRefused, require_entry_point, require_vllm
+from alar.rollout.vllm.checks import (
+    FORCER, ROOM, SCHEDULERS, WORKER, EngineRefused, require_entry_point, require_vllm, stored_dtype,
+)
 
 MIDDLEWARE = f"{ROOM}.history.LatentHistory"
 OURS = (
     "--model", "--scheduler-cls", "--logits-processors", "--worker-extension-cls", "--async-scheduling", "--no-async-scheduling"
 )
+
+
+WITH_PARENT = "--end-with-parent"  # ours, for `Server`; vLLM does not see it
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Server:
+    """`python -m alar.serve FOLDER OPTIONS` as a process of its own, answering once this object exists.
+
+    It ends when it is closed or this process ends, however that happens. `log` takes what it prints. Raises EngineRefused
+    with the end of the log if it stops before it answers, or does not answer within `patience` seconds.
+    """
+
+    def __init__(
+        self, folder: str | Path, *options: str, log: str | Path, environment: Mapping[str, str] = {}, patience: float = 600
+    ):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "alar.serve", str(folder), WITH_PARENT, "--host", "127.0.0.1", "--port", str(port)]
+        self.address, self.log = f"http://127.0.0.1:{port}", Path(log)
+        with self.log.open("w") as stream:
+            self.process = subprocess.Popen(
+                [*command, *options], env={**os.environ, **environment}, stdout=stream, stderr=stream, start_new_session=True
+            )
+        try:
+            self._wait(time.monotonic() + patience)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def _wait(self, until: float) -> None:
+        while not self._answers():
+            ended = self.process.poll()
+            if ended is not None or time.monotonic() > until:
+                why = "does not answer" if ended is None else f"ended with exit code {ended}"
+                raise EngineRefused(f"the server {why}; the end of {self.log}:\n{self.log.read_text()[-3000:]}")
+            time.sleep(0.5)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.address}/health", timeout=5) as answer:
+                return answer.status == 200
+        except OSError:  # not listening yet, or not ready
+            return False
+
+    def close(self) -> None:
+        """End the server and its workers."""
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            pass
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)  # what is left of its session
+        except ProcessLookupError:
+            pass
+        self.process.wait()
 
 
 def server_arguments(argv: list[str]) -> list[str]:
@@ -38,8 +115,10 @@ def server_arguments(argv: list[str]) -> list[str]:
         "--model", folder, "--scheduler-cls", SCHEDULERS[True], "--async-scheduling", "--logits-processors", FORCER,
         "--worker-extension-cls", WORKER, "--middleware", MIDDLEWARE,
     ]
-    if not any(option.split("=")[0] == "--generation-config" for option in options):
-        ours += ["--generation-config", "vllm"]
+    given = {option.split("=")[0] for option in options}
+    for option, value in {"--generation-config": "vllm", "--dtype": stored_dtype(folder)}.items():
+        if option not in given:
+            ours += [option, value]
     return ours + options
 
 
@@ -47,7 +126,11 @@ def main(argv: list[str] | None = None) -> None:
     try:
         require_vllm()
         require_entry_point()
-        arguments = server_arguments(sys.argv[1:] if argv is None else argv)
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        if WITH_PARENT in arguments:
+            arguments.remove(WITH_PARENT)
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        arguments = server_arguments(arguments)
     except EngineRefused as error:
         raise SystemExit(f"alar.serve: {error}") from None
     import uvloop

@@ -165,6 +165,12 @@ BENCH_RATIOS = Table(
         **_numbers("at_most", "at_least"),
     },
 )
+THROUGHPUT = Table(
+    "throughput",
+    "throughput.csv",
+    "10_serving",
+    {"route": "text", **_numbers("concurrent", "turns", "tokens", "seconds", "tokens_per_second")},
+)
 
 _KINDS = {
     "text": lambda column: dtypes.is_string_dtype(column) or isinstance(column.dtype, pd.CategoricalDtype),

@@ -100,6 +100,15 @@ def ratios() -> pd.DataFrame:
     )
 
 
+def throughput() -> pd.DataFrame:
+    rows = [
+        (route, at_once, 128, 5000, 5000 / (speed * at_once**0.7), speed * at_once**0.7)
+        for route, speed in {"server": 90.0, "hf": 300.0, "vllm": 120.0}.items()
+        for at_once in (1, 8, 64)
+    ]
+    return pd.DataFrame(rows, columns=list(tables.THROUGHPUT.columns))
+
+
 DRAWINGS = {
     "accuracy_against_tokens": lambda: figures.accuracy_against_tokens(summary()),
     "stages": lambda: figures.stages(summary()),
@@ -113,6 +122,7 @@ DRAWINGS = {
     "latent_share": lambda: figures.latent_share(statistics.mode_share(evaluation()[1])),
     "trajectory": lambda: figures.trajectory(example()),
     "speed": lambda: figures.speed(ratios()),
+    "throughput": lambda: figures.throughput(throughput()),
 }
 
 

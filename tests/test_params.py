@@ -7,10 +7,7 @@ from alar import params
 from alar.params.notebooks import NotebookError, declared_parameters
 from alar.params.sections import Experiment, defaults
 
-FILES = (
-    "laptop", "smoke", "laptop-from-scratch", "controls", "seeds", "benchmarks", "gpu", "paper-search-3b", "paper-search-7b",
-    "paper-tool-4b",
-)
+FILES = sorted(path.stem for path in (Path(__file__).parents[1] / "params").glob("*.yaml"))
 
 
 @pytest.fixture

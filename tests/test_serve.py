@@ -1,11 +1,6 @@
 """`python -m alar.serve`: the OpenAI-compatible server on a random checkpoint, as a client sees it."""
 
 import asyncio
-import os
-import socket
-import subprocess
-import sys
-import time
 
 import httpx
 import numpy as np
@@ -18,6 +13,7 @@ from alar.model import from_base, save
 from alar.rollout.codec import Codec
 from alar.rollout.hf import policy_logits
 from alar.rollout.vllm.checks import INSTALL, TESTED_VLLM, vllm_version
+from alar.serve import Server
 
 pytestmark = [
     pytest.mark.skipif(vllm_version() not in TESTED_VLLM, reason=f"vLLM {TESTED_VLLM[-1]} is not installed: {INSTALL}"),
@@ -45,44 +41,16 @@ def served(tmp_path_factory, tokenizer, installed_path):
     tokenizer.save_pretrained(folder / "base")
     model, extended = from_base(folder / "base", num_latent=4, seed=3)
     save(model, extended, folder / "latent")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {
+    environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1", "PYTHONPATH": installed_path,
     }
-    command = [
-        sys.executable, "-m", "alar.serve", str(folder / "latent"), "--host", "127.0.0.1", "--port", str(port),
-        "--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "32", "--block-size", "32",
-        "--served-model-name", "alar", "--max-num-batched-tokens", "512",
-    ]
-    log = (folder / "log").open("w+")
-    process = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log, start_new_session=True)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(1200):
-            if process.poll() is not None:
-                pytest.fail(f"the server ended:\n{(folder / 'log').read_text()[-3000:]}")
-            try:
-                if httpx.get(f"{address}/health", timeout=5).status_code == 200:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.5)
-        else:
-            pytest.fail("the server did not start")
-        yield address, model, Codec.of(model, extended), process
-    finally:
-        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        for child in children:
-            if child.is_running():
-                child.kill()
-        log.close()
+    options = (
+        "--enforce-eager --max-model-len 512 --max-num-seqs 32 --block-size 32 --served-model-name alar "
+        "--max-num-batched-tokens 512"
+    ).split()
+    with Server(folder / "latent", *options, log=folder / "log", environment=environment) as server:
+        yield server.address, model, Codec.of(model, extended), server.process
 
 
 def ask(address, path, **body):
@@ -178,16 +146,19 @@ def test_a_context_with_a_broken_block_fails_its_request_only(served):
 def test_z_and_log_probs_are_fetched_once(served):
     address, model, codec, _ = served
     xargs = {"latent_mode": "latent", "latent_record": "first"}
+    ask(address, "/v1/completions", prompt=codec.prompt("a longer one"), vllm_xargs=xargs, max_tokens=TOKENS + 8)
     _, answer = ask(address, "/v1/completions", prompt=codec.prompt("z"), vllm_xargs=xargs, return_token_ids=True)
     ids = answer["choices"][0]["token_ids"]
-    record = httpx.get(f"{address}/latents/first").json()
+    record = httpx.get(f"{address}/v1/latents/first").json()
     with torch.no_grad():
         states = model.latent_states(torch.tensor([codec.prompt("z") + ids]))
     assert np.abs(np.array(record["latents"]) - states.latents.numpy()).max() <= 1e-4
     opening = len(codec.separator + codec.latent_open)
     block = opening + 4 + len(codec.latent_close)
     assert record["positions"] == list(range(opening, opening + 4)) and record["forced"] == list(range(block))
-    assert httpx.get(f"{address}/latents/first").status_code == 404
+    assert len(record["logprobs"]) == len(ids), "of the last request under this key, not of both"
+    assert [value is None for value in record["logprobs"]] == [place < block for place in range(len(ids))]
+    assert httpx.get(f"{address}/v1/latents/first").status_code == 404
 
 
 def many(address, model, codec, count, cancelled):

@@ -1,15 +1,22 @@
 """What the vLLM room decides without vLLM: options of a request, contexts, chat histories, refusals, and its own absence."""
 
+import asyncio
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
+from fastapi import FastAPI
 
+from alar.records import Origin
 from alar.rollout.codec import Codec
 from alar.rollout.sampling import inverse_cdf
 from alar.rollout.vllm import checks
-from alar.rollout.vllm.history import AS_TEXT, RESERVED, UNKNOWN, BlockMemory, HistoryRefused, refuse_text_blocks
+from alar.rollout.vllm.history import (
+    AS_TEXT, RESERVED, UNKNOWN, BlockMemory, HistoryRefused, LatentHistory, refuse_text_blocks,
+)
 from alar.rollout.vllm.turns import TurnOptions, open_turn, problem_in_context
 from alar.serve import server_arguments
 
@@ -56,6 +63,69 @@ def test_a_missing_or_unknown_vllm_is_refused_with_the_command_that_installs_it(
         room.VLLMEngine  # noqa: B018
 
 
+def configuration(**different):
+    """What `check_engine` reads of vLLM's configuration, set up as it should be but for the dotted names."""
+    found = SimpleNamespace()
+    settings = {
+        "scheduler_config.async_scheduling": True,
+        "scheduler_config.scheduler_cls": checks.SCHEDULERS[True],
+        "model_config.logits_processors": [checks.FORCER],
+        "model_config.enable_prompt_embeds": False,
+        "model_config.quantization": None,
+        "model_config.hf_config": SimpleNamespace(use_sliding_window=False),
+        "parallel_config.pipeline_parallel_size": 1,
+        "parallel_config.decode_context_parallel_size": 1,
+        "parallel_config.prefill_context_parallel_size": 1,
+        "parallel_config.use_ubatching": False,
+        "compilation_config.cudagraph_mode": None,
+    }
+    for name, value in {**settings, **different}.items():
+        section, _, key = name.partition(".")
+        if key and not hasattr(found, section):
+            setattr(found, section, SimpleNamespace())
+        setattr(getattr(found, section) if key else found, key or section, value)
+    for name in ("speculative_config", "kv_transfer_config", "lora_config"):
+        setattr(found, name, different.get(name))
+    return found
+
+
+class Graphs:
+    """vLLM's CUDAGraphMode.FULL, as far as it is looked at."""
+
+    name = "FULL"
+
+    def mixed_mode(self):
+        return self
+
+
+@pytest.mark.parametrize(
+    "setting, value, message",
+    [
+        ("scheduler_config.scheduler_cls", None, "set it to alar.rollout.vllm.scheduler.LatentAsyncScheduler"),
+        ("scheduler_config.scheduler_cls", checks.SCHEDULERS[False], "set it to alar.rollout.vllm.scheduler.LatentAsync"),
+        ("model_config.logits_processors", [], "no block would open; add it"),
+        ("model_config.logits_processors", [checks.FORCER, "other:Processor"], "must be the last"),
+        ("parallel_config.pipeline_parallel_size", 2, "pipeline parallelism.*use tensor parallelism"),
+        ("parallel_config.decode_context_parallel_size", 2, "context parallelism"),
+        ("parallel_config.use_ubatching", True, "leave enable_dbo off"),
+        ("compilation_config.cudagraph_mode", Graphs(), "leave it at FULL_AND_PIECEWISE"),
+        ("speculative_config", object(), "leave speculative_config out"),
+        ("kv_transfer_config", object(), "leave kv_transfer_config out"),
+        ("lora_config", object(), "merge them into the checkpoint"),
+        ("use_v2_model_runner", True, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("model_config.enable_prompt_embeds", True, "a context must be token ids"),
+        ("model_config.quantization", "fp8", "serve the checkpoint in its own dtype"),
+        ("model_config.hf_config", SimpleNamespace(use_sliding_window=True), "sliding-window layers"),
+    ],
+)
+def test_what_could_not_be_exact_is_refused_with_the_remedy(monkeypatch, setting, value, message):
+    monkeypatch.setattr(checks, "require_vllm", lambda: None)
+    monkeypatch.setattr(checks, "_missing_hooks", list)
+    checks.check_engine(configuration())
+    with pytest.raises(checks.EngineRefused, match=rf"(?s){message}.*python -m alar\.serve"):
+        checks.check_engine(configuration(**{setting: value}))
+
+
 def test_modes_open_the_turn_and_do_not_repeat_what_the_prompt_ends_in(codec):
     prompt = codec.prompt("x")
     block = "<latent>••••</latent>"
@@ -76,6 +146,20 @@ def test_written_ids_count_as_the_turns_own(codec):
     assert not writer.done  # the stop string stands in the thought that the written ids opened
     _, writer = written_by(codec, {"latent_stops": ["</search>"]}, prompt, inside_a_thought)
     assert writer.output.finish == "stop"
+
+
+def test_a_turn_may_have_several_blocks_forced_chosen_or_written_before(codec):
+    block = codec.latent_open + [codec.latent_token_id] * 4 + codec.latent_close
+    so, shown = codec.untrusted(" so"), "<latent>••••</latent>"
+    twice = codec.latent_open + so + codec.latent_open
+    prompt = codec.prompt("x")
+    assert written_by(codec, {"latent_forced": twice}, prompt)[0] == f"{shown} so{shown}"
+    assert written_by(codec, {}, prompt, twice)[0] == f"{shown} so{shown}"
+    before = block + so
+    text, writer = written_by(codec, {"latent_written": len(before)}, prompt + before, codec.latent_open)
+    assert text == shown and codec.text(writer.output.ids) == f"{shown} so{shown}"
+    text, writer = written_by(codec, {"latent_written": len(before), "latent_forced": so}, prompt + before)
+    assert text == " so" and writer.output.origins.count(Origin.SAMPLED) == 0
 
 
 @pytest.mark.parametrize(
@@ -148,6 +232,38 @@ def test_text_prompts_with_blocks_are_refused_and_ids_pass():
         assert str(refusal.value) == AS_TEXT
 
 
+def test_the_server_gives_z_once_and_refuses_what_it_cannot_rebuild(codec, monkeypatch):
+    records = {"a": {"logprobs": [float("-inf"), -0.5], "forced": [0], "positions": [0], "latents": b"\0\0\x80\x3f" * 2}}
+
+    class Client:
+        vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(hidden_size=2)))
+        generate = None
+
+        async def collective_rpc(self, method, args):
+            assert method == "latent_records"
+            return [[records.pop(key, None) for key in args[0]]]
+
+    monkeypatch.setattr("alar.rollout.vllm.turns.codec_of", lambda config: codec)
+    app = FastAPI()
+    app.state.engine_client = Client()
+    app.state.online_renderer = SimpleNamespace(render_chat=None, render_completion=None)
+    app.add_middleware(LatentHistory)
+
+    def ask(method, path):
+        async def answered():
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+                return await client.request(method, path, json={})
+
+        return asyncio.run(answered())
+
+    answer = ask("GET", "/v1/latents/a")
+    assert answer.json() == {"logprobs": [None, -0.5], "forced": [0], "positions": [0], "latents": [[1.0, 1.0]]}
+    answer = ask("GET", "/v1/latents/a")
+    assert answer.status_code == 404 and "fetched already" in answer.json()["error"]["message"]
+    answer = ask("POST", "/v1/responses")
+    assert answer.status_code == 400 and "use /v1/chat/completions" in answer.json()["error"]["message"]
+
+
 def test_the_memory_forgets_the_answers_that_were_used_longest_ago(codec):
     memory, latent = BlockMemory(codec, capacity=2), codec.latent_token_id
     for name in "abc":
@@ -158,8 +274,10 @@ def test_the_memory_forgets_the_answers_that_were_used_longest_ago(codec):
 
 
 def test_the_server_sets_what_is_exact_and_lets_nobody_change_it(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "latent_qwen2"}')
+    (tmp_path / "config.json").write_text('{"model_type": "latent_qwen2", "dtype": "float32"}')
     arguments = server_arguments([str(tmp_path), "--port", "9000"])
+    assert arguments[arguments.index("--dtype") + 1] == "float32", "vLLM itself would choose 16 bits"
+    assert server_arguments([str(tmp_path), "--dtype=bfloat16"]).count("--dtype") == 0
     assert checks.FORCER in arguments and checks.SCHEDULERS[True] in arguments and arguments[-2:] == ["--port", "9000"]
     with pytest.raises(checks.EngineRefused, match="is set by alar.serve"):
         server_arguments([str(tmp_path), "--scheduler_cls=x.Y"])

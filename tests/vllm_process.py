@@ -7,29 +7,70 @@ The methods are those of `Bench`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
 import traceback
 from multiprocessing.connection import Client
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+@contextlib.contextmanager
+def asynchronous_scheduling_kept():
+    """vLLM turns asynchronous scheduling off on CPUs, where it gains nothing. Its bookkeeping needs no GPU: with stand-ins
+    for CUDA's streams and events, an engine built in here schedules one step ahead of its tokens as it would there."""
+    import torch
+    from vllm.platforms.cpu import CpuPlatform
+
+    class Nothing(contextlib.nullcontext):
+        def __init__(self, *args, **kwargs):
+            super().__init__()
+
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: None
+
+    turn_off = CpuPlatform.check_and_update_config
+
+    def keep(config):
+        wanted = config.scheduler_config.async_scheduling
+        turn_off(config)
+        config.scheduler_config.async_scheduling = wanted
+
+    for name in ("Event", "Stream", "stream", "current_stream"):
+        setattr(torch.cuda, name, Nothing)  # for as long as the engine lives
+    with mock.patch.object(CpuPlatform, "check_and_update_config", staticmethod(keep)):
+        yield
 
 
 class Bench:
     """One engine at a time, what is done to it, and what is counted."""
 
     def __init__(self):
-        self.engine, self.preempted = None, []
+        self.engine, self.started, self.preempted = None, None, []
 
     def start(self, folder, **arguments):
+        """`async_scheduling=True` really is asynchronous; left out, it is what vLLM makes of it on a CPU. An engine that was
+        started in the same way and not tampered with since is used again."""
+        from vllm.platforms import current_platform
+
         from alar.rollout.vllm import VLLMEngine
 
+        if self.started == (folder, arguments):
+            return self.engine.reset()
         self.stop()
-        settings = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "block_size": 32}
-        self.engine = VLLMEngine(folder, **{**settings, **arguments})
-        self.preempted = []
+        asynchronous = current_platform.is_cpu() and bool(arguments.get("async_scheduling"))
+        settings = {"max_model_len": 512, "max_num_seqs": 16, "block_size": 32}
+        with asynchronous_scheduling_kept() if asynchronous else contextlib.nullcontext():
+            self.engine = VLLMEngine(folder, **{**settings, **arguments})
+        assert self.engine.config.scheduler_config.async_scheduling or not asynchronous
+        self.started, self.preempted = (folder, arguments), []
+
+    def tampered(self):
+        self.started = None
 
     def start_plain(self, folder, **arguments):
         """vLLM itself on a checkpoint, with no part of ours but the plugin; must be refused for a latent one."""
@@ -44,7 +85,7 @@ class Bench:
     def stop(self):
         if self.engine is not None:
             self.engine.close()
-            self.engine = None
+            self.engine = self.started = None
 
     @property
     def scheduler(self):
@@ -70,6 +111,8 @@ class Bench:
         return self.engine.busy
 
     def call(self, name, *args, **kwargs):
+        if name == "load":
+            self.tampered()
         return getattr(self.engine, name)(*args, **kwargs)
 
     def cached_tokens(self, ids):
@@ -81,6 +124,7 @@ class Bench:
 
     def preempt_inside_blocks(self, every: int):
         """From now on, preempt each request once when it stands at its `every`-th latent position."""
+        self.tampered()
         scheduler, latent = self.scheduler, self.engine.codec.latent_token_id
         schedule = scheduler.schedule
 
@@ -96,25 +140,17 @@ class Bench:
 
         scheduler.schedule = disturbed
 
-    def count_preemptions(self):
-        scheduler = self.scheduler
-        preempt = scheduler._preempt_request
-
-        def counted(request, *args, **kwargs):
-            self.preempted.append(request.request_id)
-            return preempt(request, *args, **kwargs)
-
-        scheduler._preempt_request = counted
-
     def preemptions(self):
         return len(self.preempted)
 
     def break_the_scheduler(self):
         """Prefill over known latent positions, as a scheduler without our part would."""
+        self.tampered()
         self.scheduler._reserve_prefill_lookahead = lambda request, computed, new: new
 
     def break_the_rows(self):
         """Lose the position of every kept hidden state."""
+        self.tampered()
         model = self.engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.get_model()
         remember = model._remember
 
@@ -124,8 +160,9 @@ class Bench:
 
         model._remember = forgetful
 
-    def overhead(self, base, folder, batch, tokens, extra, pairs):
-        """Processor time of this engine over plain vLLM's on the same trunk, for interleaved pairs of greedy runs."""
+    def overhead(self, base, folder, batch, tokens, extras: dict, pairs):
+        """Processor time of this engine, for each of `extras` (name → a request's extra arguments), over that of plain vLLM on
+        the same trunk: {name: ratios}. Greedy runs with contexts of 8 tokens, interleaved in changing order."""
         from vllm import LLM, SamplingParams
 
         settings = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": batch, "block_size": 32}
@@ -133,22 +170,23 @@ class Bench:
         self.stop()
         plain = LLM(str(base), **settings)
         self.start(folder, **settings)
-        prompts = [{"prompt_token_ids": list(range(300 + row, 340 + row))} for row in range(batch)]
+        prompts = [{"prompt_token_ids": list(range(300 + row, 308 + row))} for row in range(batch)]
 
-        def seconds(llm, extra_args):
-            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra_args)
+        def seconds(name):
+            llm, extra = (plain, None) if name is None else (self.engine.llm, extras[name])
+            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra)
             began = time.process_time()
             llm.generate(prompts, params, use_tqdm=False)
             return time.process_time() - began
 
-        runs = [lambda: seconds(plain, None), lambda: seconds(self.engine.llm, extra)]
-        for run in runs:
-            run()
-        ratios = []
-        for pair in range(pairs):
-            first = pair % 2  # each goes first in half of the pairs
-            taken = {index: runs[index]() for index in (first, 1 - first)}
-            ratios.append(taken[1] / taken[0])
+        order, ratios = [None, *extras], {name: [] for name in extras}
+        for name in order:
+            seconds(name)
+        for _ in range(pairs):
+            order.append(order.pop(0))
+            taken = {name: seconds(name) for name in order}
+            for name in extras:
+                ratios[name].append(taken[name] / taken[None])
         return ratios
 
 

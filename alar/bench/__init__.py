@@ -6,7 +6,8 @@
     results.ratios                                      the claims, each with its range and its bar
 
 `cases` makes models and batches, `training` and `rollouts` the contestants, `measure` times them in turn and `memory`
-finds their peaks. Everything runs on the CPU and on a GPU alike; nothing here is needed to train or to evaluate.
+finds their peaks; `serving` compares engines and servers. Everything runs on the CPU and on a GPU alike; nothing here is
+needed to train or to evaluate.
 """
 
 from alar.bench.cases import Batch, ModelPair, aasd_batch, laptop_pair, model_pair, random_batch

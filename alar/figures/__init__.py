@@ -11,7 +11,7 @@ numbers in it; `save` writes both. Colours, sizes and the file formats are in `s
 from alar.figures.modes import latent_share, trajectory
 from alar.figures.results import accuracy_against_tokens, controls, oracle, question_types, stages
 from alar.figures.schematic import method
-from alar.figures.speed import speed
+from alar.figures.speed import speed, throughput
 from alar.figures.style import save
 from alar.figures.training import LiveDynamics, dynamics, losses, reward_shapes
 
@@ -29,5 +29,6 @@ __all__ = [
     "save",
     "speed",
     "stages",
+    "throughput",
     "trajectory",
 ]

@@ -1,15 +1,23 @@
-"""Speed: time ratios of the benchmark notebook, each with its range over the rounds and what is claimed of it."""
+"""Speed: the benchmark notebook's time ratios, each with its range and what is claimed of it, and the serving notebook's
+tokens per second."""
 
 from __future__ import annotations
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from alar import tables
-from alar.figures.style import BLACK, BLUE, GREY, PAGE, VERMILLION, Source, footnote, interval_bars, new_figure, styled
+from alar.figures.style import (
+    BLACK, BLUE, COLUMN, GREEN, GREY, PAGE, VERMILLION, Source, footnote, interval_bars, new_figure, styled,
+)
 
+ROUTES = {  # as `alar.bench.serving` names them: label, colour, marker
+    "hf": ("in-process engine", BLUE, "o"),
+    "vllm": ("vLLM engine", VERMILLION, "s"),
+    "server": ("vLLM server, over HTTP", GREEN, "^"),
+}
 _TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
@@ -44,3 +52,28 @@ def speed(ratios: Source, *, clock: str = "wall", scale: str = "measured") -> tu
     axes.tick_params(axis="y", colors=BLACK, length=0)
     footnote(figure, f"{scale} · median and range of the rounds · triangle: the claim, pointing to the side that keeps it")
     return figure, rows
+
+
+@styled
+def throughput(table: Source, *, scale: str = "measured") -> tuple[Figure, pd.DataFrame]:
+    """Generated tokens per second against how many turns are written at once, one line per route."""
+    table = tables.read(table, tables.THROUGHPUT).sort_values(["route", "concurrent"], ignore_index=True)
+    figure = new_figure(COLUMN, 2.3)
+    axes = figure.subplots()
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    for route, rows in table.groupby("route", sort=False):
+        label, colour, marker = ROUTES.get(route, (route, BLACK, "D"))
+        axes.plot(rows["concurrent"], rows["tokens_per_second"], marker=marker, color=colour, label=label)
+    shown = sorted(set(table["concurrent"]))
+    axes.xaxis.set_major_locator(FixedLocator(shown))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel("Turns written at once")
+    axes.set_ylabel("Generated tokens per second")
+    axes.legend(loc="best")
+    footnote(figure, f"{scale} · one measurement a point")
+    return figure, table

@@ -35,10 +35,11 @@ OWN_SECTION = {
     "07_figures": "figures",
     "08_latent_inspector": "inspector",
     "09_benchmarks": "bench",
+    "10_serving": "serving",
 }
 
 # Notebooks that are no part of the study itself: they run when `--only` or a variant's `only` names them.
-ON_REQUEST = ("09_benchmarks",)
+ON_REQUEST = ("09_benchmarks", "10_serving")
 
 
 class Section(BaseModel):
@@ -255,6 +256,15 @@ class Bench(Section):
         return found
 
 
+class Serving(Section):
+    """The server and the engines, side by side on one checkpoint."""
+
+    checkpoint: Location = ""  # a latent model's folder; "" = this run's AR-GRPO
+    questions: Count = 64  # answered by both engines
+    concurrent: Annotated[list[Count], Field(min_length=1)] = [1, 8, 64]  # turns at once, for the throughput
+    turns: Count = 128  # per measurement; fewer where few are written at once
+
+
 class Experiment(Section):
     """Everything one parameter file says about one run (or about one of its variants)."""
 
@@ -272,6 +282,7 @@ class Experiment(Section):
     figures: Figures = Figures()
     inspector: Inspector = Inspector()
     bench: Bench = Bench()
+    serving: Serving = Serving()
     only: tuple[str, ...] = Field(default=(), exclude=True)  # stages a variant is limited to
     stated: tuple[tuple[str, str, str], ...] = Field(default=(), exclude=True)  # (section, key, where) in the files
 

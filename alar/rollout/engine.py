@@ -166,5 +166,5 @@ class TurnWriter:
     def _open_block(self) -> None:
         self.thoughts = 0
         codec = self.codec
-        self.queue.extend((codec.latent_token_id, Origin.LATENT) for _ in range(codec.num_latent))
-        self.queue.extend((token, Origin.FORCED) for token in codec.latent_close)
+        self.queue.extendleft((token, Origin.FORCED) for token in reversed(codec.latent_close))
+        self.queue.extendleft((codec.latent_token_id, Origin.LATENT) for _ in range(codec.num_latent))

@@ -7,6 +7,8 @@ They are verified by the tests for the versions in `TESTED_VLLM`; another versio
 from __future__ import annotations
 
 import importlib.metadata
+import json
+from pathlib import Path
 
 TESTED_VLLM = ("0.30.0",)
 INSTALL = "python run_all.py --install engines"
@@ -64,6 +66,15 @@ def engine_arguments(*, async_scheduling: bool = True) -> dict:
     }
 
 
+def stored_dtype(folder: str | Path) -> str:
+    """The dtype of a checkpoint's weights, for vLLM's `dtype`: its own choice, "auto", would narrow float32 to 16 bits."""
+    config = Path(folder) / "config.json"
+    if not config.exists():  # a name on the hub
+        return "auto"
+    found = json.loads(config.read_text(encoding="utf-8"))
+    return found.get("dtype") or found.get("torch_dtype") or "auto"
+
+
 def check_engine(vllm_config) -> None:
     """Raise EngineRefused for a configuration in which z could differ from one-token-at-a-time decoding.
 
@@ -93,6 +104,12 @@ def check_engine(vllm_config) -> None:
         problems.append("pipeline parallelism: z needs the last layer's output on the first rank; use tensor parallelism")
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         problems.append("context parallelism: a rank does not hold the whole KV block; use tensor parallelism")
+    graphs = vllm_config.compilation_config.cudagraph_mode
+    if graphs is not None and graphs.mixed_mode().name == "FULL":
+        problems.append(
+            f"cudagraph_mode {graphs.name}: prefilling and decoding would share padded graphs, in which a request's tokens "
+            "cannot be told from padding; leave it at FULL_AND_PIECEWISE"
+        )
     if parallel.use_ubatching:
         problems.append("dual batch overlap: a step's requests would be split; leave enable_dbo off")
     if vllm_config.speculative_config is not None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from alar.records import Origin
 from alar.rollout.engine import Engine, Sampling, TurnOutput, TurnRequest, TurnWriter
-from alar.rollout.vllm.checks import engine_arguments, require_entry_point, require_vllm
+from alar.rollout.vllm.checks import engine_arguments, require_entry_point, require_vllm, stored_dtype
 
 NAN = float("nan")
 
@@ -45,6 +45,7 @@ class VLLMEngine(Engine):
 
         register(imported=current_platform.is_cpu())
         defaults = {"enforce_eager": True, "skip_tokenizer_init": True, "seed": 0, "disable_log_stats": True}
+        defaults["dtype"] = stored_dtype(folder)
         self.llm = LLM(str(folder), **{**defaults, **engine_arguments(async_scheduling=async_scheduling), **arguments})
         self.config = self.llm.llm_engine.vllm_config
         self.codec = codec_of(self.config)
@@ -81,7 +82,11 @@ class VLLMEngine(Engine):
     def reset(self) -> None:
         """Forget all contexts, turns in the making included: call after the weights have changed."""
         self.release([request.session for request, _ in self._written.values()])
-        self.llm.reset_prefix_cache()
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError(
+                "vLLM kept its prefix cache because requests are under way that were not sent through this engine: end them, "
+                "then call reset again; until then contexts may be answered with keys of other weights"
+            )
 
     def load(self, folder: str | Path) -> None:
         """Take the weights of another checkpoint of the same shape, projector included, in place."""
@@ -99,8 +104,9 @@ class VLLMEngine(Engine):
         self._check_lengths(requests, sampling)
         for request in requests:
             key = f"{request.session}.{next(self._keys)}"
-            prompt = {"prompt_token_ids": [*map(int, request.ids), *map(int, request.forced)]}
-            self.llm.llm_engine.add_request(key, prompt, self._params(request, key, sampling))
+            written = len(self._opened(request, sampling).output.ids)
+            prompt = {"prompt_token_ids": [*map(int, request.ids), *map(int, request.forced[:written])]}
+            self.llm.llm_engine.add_request(key, prompt, self._params(request, key, written, sampling))
             self._written[key] = (request, sampling)
 
     def step(self) -> list[tuple[TurnRequest, TurnOutput]]:
@@ -125,7 +131,14 @@ class VLLMEngine(Engine):
                 "rollout.max_turns or rollout.max_new_tokens, or raise max_model_len"
             )
 
-    def _params(self, request: TurnRequest, key: str, sampling: Sampling):
+    def _opened(self, request: TurnRequest, sampling: Sampling) -> TurnWriter:
+        """The turn as far as its prompt can hold it: the forced ids before the first block, which vLLM has to write."""
+        writer, forced = TurnWriter(self.codec, request, sampling), request.forced
+        while (count := len(writer.output.ids)) < len(forced) and writer.forced() == (forced[count], Origin.FORCED):
+            writer.push(forced[count], NAN)
+        return writer
+
+    def _params(self, request: TurnRequest, key: str, written: int, sampling: Sampling):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -133,12 +146,12 @@ class VLLMEngine(Engine):
         if not request.allow_latent:
             extra["latent_mode"] = "off"
         if request.forced:
-            extra["latent_written"] = len(request.forced)
+            extra |= {"latent_written": written, "latent_forced": [*map(int, request.forced[written:])]}
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             seed=request.seed if sampling.temperature > 0 else None,
-            max_tokens=max(1, sampling.max_new_tokens - len(request.forced)),
+            max_tokens=max(1, sampling.max_new_tokens - written),
             ignore_eos=True,
             stop_token_ids=[self.codec.tokenizer.eos_token_id],
             detokenize=False,
@@ -154,9 +167,7 @@ class VLLMEngine(Engine):
             raise IntegrityError(f"session {request.session}: its record is gone; send fewer requests at a time")
         width = self.config.model_config.hf_config.hidden_size
         latents = dict(zip(record["positions"], np.frombuffer(record["latents"], np.float32).reshape(-1, width)))
-        writer = TurnWriter(self.codec, request, sampling)
-        for token in request.forced:
-            writer.push(token, NAN)
+        writer = self._opened(request, sampling)
         for index, token in enumerate(written.token_ids):
             if writer.done:
                 break

@@ -6,8 +6,8 @@ all rows that have something to be forced. The latent id is never sampled: the m
 Two things are done here because the place is right:
 
 * Requests with a seed are drawn by inverting the cumulative distribution, with a number that depends on (seed, how many
-  tokens the policy chose before it) only. So a sample does not depend on the batch, on chunks or on preemption, and is the one `HFEngine` draws. (vLLM's
-  own generators rewind at a discarded chunk, which a CPU generator cannot do.)
+  tokens the policy chose before it) only. So a sample does not depend on the batch, on chunks or on preemption, and is
+  the one `HFEngine` draws. (vLLM's own generators rewind at a discarded chunk, which a CPU generator cannot do.)
 * A request whose chunk violated the model's checks gets a token that contradicts its block's grammar, from then on; the
   scheduler sees it and fails the request. Nothing waits for the device.
 """
@@ -110,7 +110,7 @@ class BlockForcer(LogitsProcessor):
 
     def _row(self, params: SamplingParams, prompt: list[int] | None, outputs: list[int]) -> Row | None:
         options = TurnOptions.of(params.extra_args)
-        record = self.shared.store.of(options.record) if options.record else None
+        record = self.shared.store.of(options.record, anew=not outputs) if options.record else None
         row = Row(self.codec, options, params, prompt or [], outputs, record)
         return row if row.writer is not None or row.decided else None
 

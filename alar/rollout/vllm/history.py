@@ -11,10 +11,12 @@ The class `LatentHistory` is an ASGI middleware, set by `alar.serve`; the rest i
 
 from __future__ import annotations
 
-import json
 import re
 from collections import OrderedDict
 from typing import Sequence
+
+import numpy as np
+from fastapi.responses import JSONResponse
 
 from alar import protocol
 from alar.rollout.codec import Codec
@@ -114,10 +116,11 @@ def refuse_text_blocks(prompt) -> None:
 
 
 class LatentHistory:
-    """ASGI middleware: connects a `BlockMemory` with the server's renderer and engine, and answers GET /latents/KEY.
+    """ASGI middleware: connects a `BlockMemory` with the server's renderer and engine, and adds GET /v1/latents/KEY.
 
-    /latents/KEY gives, once, what a request with `vllm_xargs: {"latent_record": KEY}` left: the log-prob of every token of
-    the answer, which were forced, and z (positions × hidden size) of the latent ones.
+    That gives, once, what a request with `vllm_xargs: {"latent_record": KEY}` left: `logprobs` of the answer's tokens (null
+    where the policy had no choice), the places of the `forced` ones, latent ones included, the `positions` of the latent
+    ones, and their z (positions × hidden size) as `latents`.
     """
 
     def __init__(self, app):
@@ -126,17 +129,16 @@ class LatentHistory:
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] == "http":
             if self.memory is None:
-                self._connect(scope["app"].state)
-            if scope["path"].startswith("/latents/") and scope["method"] == "GET":
-                return await self._latents(scope["path"].removeprefix("/latents/"), send)
+                self._connect(scope["app"])
             if scope["path"].startswith(NOT_SERVED):
-                return await _reply(send, 400, {"error": {"message": ELSEWHERE, "type": "BadRequestError", "code": 400}})
+                return await _error(400, ELSEWHERE)(scope, receive, send)
         return await self.app(scope, receive, send)
 
-    def _connect(self, state) -> None:
+    def _connect(self, app) -> None:
         from alar.rollout.vllm.turns import codec_of
 
-        engine, renderer = state.engine_client, state.online_renderer
+        app.add_api_route("/v1/latents/{key}", self._latents, methods=["GET"])
+        engine, renderer = app.state.engine_client, app.state.online_renderer
         self.engine, self.width = engine, engine.vllm_config.model_config.hf_config.hidden_size
         self.memory = BlockMemory(codec_of(engine.vllm_config))
         engine.generate = self._remembering(engine.generate)
@@ -186,18 +188,16 @@ class LatentHistory:
 
         return completion
 
-    async def _latents(self, key: str, send) -> None:
-        import numpy as np
-
+    async def _latents(self, key: str) -> JSONResponse:
         record = (await self.engine.collective_rpc("latent_records", args=([key],)))[0][0]
         if record is None:
-            message = f"nothing is recorded under {key!r}: it was never asked for, or fetched already"
-            return await _reply(send, 404, {"error": {"message": message, "type": "NotFoundError", "code": 404}})
-        z = np.frombuffer(record["latents"], np.float32).reshape(-1, self.width)
-        await _reply(send, 200, {**record, "latents": z.tolist()})
+            return _error(404, f"nothing is recorded under {key!r}: it was never asked for, or fetched already")
+        forced = set(record["forced"])
+        logprobs = [None if place in forced else value for place, value in enumerate(record["logprobs"])]
+        latents = np.frombuffer(record["latents"], np.float32).reshape(-1, self.width)
+        return JSONResponse({**record, "logprobs": logprobs, "latents": latents.tolist()})
 
 
-async def _reply(send, status: int, body: dict) -> None:
-    headers = [(b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+def _error(status: int, message: str) -> JSONResponse:
+    kind = {400: "BadRequestError", 404: "NotFoundError"}[status]
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)

@@ -168,9 +168,8 @@ class LatentModel:
             runs = None
             if run is not None:  # a run can only be under way at the end of a chunk of one token
                 single = batch.query_start_loc[1:] - batch.query_start_loc[:-1] == 1
-                runs = torch.zeros(count, dtype=torch.int64, device=slots.device).scatter_(
-                    0, last, torch.where(single, run, 0)
-                )
+                runs = torch.zeros(count + 1, dtype=torch.int64, device=slots.device)
+                runs = runs.scatter_(0, torch.where(single, last, count), run)[:count]
         row = torch.where(kept >= 0, kept // size, rows.padding)
         rows.hidden[row] = hidden[:count]
         rows.position[row] = positions[:count]

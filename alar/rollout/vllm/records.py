@@ -55,8 +55,10 @@ class RecordStore:
     def __init__(self):
         self.records: OrderedDict[str, Record] = OrderedDict()
 
-    def of(self, key: str) -> Record:
-        if key not in self.records:
+    def of(self, key: str, *, anew: bool) -> Record:
+        """The record of a request: a new one for a request that begins, its own for one that goes on after preemption."""
+        if anew or key not in self.records:
+            self.records.pop(key, None)
             self.records[key] = Record()
             while len(self.records) > KEPT:
                 self.records.popitem(last=False)

@@ -53,8 +53,9 @@ class LatentScheduling:
             problem = problem or self._contradiction(request, token)
         writer = request.latent_writer
         inside = writer is not None and writer.forced() is not None
-        if inside:  # room for one more, until the block is closed
-            request.max_tokens = max(request.max_tokens, request.num_output_tokens + len(new_token_ids) + 1)
+        if inside:  # room until the block is closed
+            needed = request.num_output_tokens + len(new_token_ids) + len(writer.queue)
+            request.max_tokens = max(request.max_tokens, needed)
         new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
         if problem:
             logger.error("Request %s failed: %s", request.request_id, problem)

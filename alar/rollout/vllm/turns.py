@@ -5,7 +5,7 @@ API):
 
     latent_mode      free (default) · latent · think: the turn opens with that tag · off: `<latent>` stays plain text
     latent_forced    token ids that open the turn
-    latent_written   how many ids at the end of the prompt already belong to the turn
+    latent_written   how many ids at the end of the prompt already belong to the turn, whole blocks among them or not
     latent_stops     strings that end the turn, outside of thoughts, as in the in-process engine
     latent_record    a key under which log-probs and z are kept for `LatentWorker.latent_records`
     latent_seed      set by the scheduler from `seed`; the n-th token that the policy chooses then takes the seed's n-th draw
@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import Any, Mapping, Sequence
 
 from alar import protocol
+from alar.records import Origin
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Sampling, TurnRequest, TurnWriter
 
@@ -70,14 +71,17 @@ def open_turn(codec: Codec, options: TurnOptions, prompt: Sequence[int]) -> Turn
     if not (allow_latent or options.forced or options.stops or options.mode == "think"):
         return None
     start = len(prompt) - options.written
-    context, written = prompt[:start], list(prompt[start:])
-    forced = [*written, *options.forced]
+    context, written, forced = prompt[:start], prompt[start:], list(options.forced)
     if options.mode in ("latent", "think"):
-        forced += _opening(codec, options.mode, [*context[-8:], *forced])
-    request = TurnRequest(0, context, (), forced, allow_latent=allow_latent)
+        forced += _opening(codec, options.mode, [*context[-8:], *written, *forced])
+    opens = not (written or forced)  # as in the in-process engine: what is forced comes before what the context ends in
+    request = TurnRequest(0, context if opens else (), (), allow_latent=allow_latent)
     writer = TurnWriter(codec, request, Sampling(max_new_tokens=ENDLESS, stop=options.stops))
     for token in written:
+        if writer.forced() is None:
+            writer.queue.append((token, Origin.FORCED))
         writer.push(token, 0.0)
+    writer.queue.extend((token, Origin.FORCED) for token in forced)
     return writer
 
 

@@ -8,6 +8,14 @@ from pathlib import Path
 from alar.rollout.vllm.records import shared
 
 
+# What two checkpoints must share for one to take the other's place in a running engine.
+SHAPE = (
+    "model_type", "num_latent", "latent_token_id", "projector_kind", "projector_size", "projector_layer_norm",
+    "projector_residual", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "vocab_size", "tie_word_embeddings",
+)
+
+
 class LatentWorker:
     def latent_records(self, keys: list[str]) -> list[dict | None]:
         """Fetch and forget what was recorded under these keys, see `Record.fetch`."""
@@ -24,7 +32,7 @@ class LatentWorker:
 
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         ours = self.vllm_config.model_config.hf_config
-        for name in ("model_type", "num_latent", "latent_token_id", "projector_kind", "projector_residual", "hidden_size"):
+        for name in SHAPE:
             if name in config and config[name] != getattr(ours, name, None):
                 raise ValueError(
                     f"{folder}: {name} is {config[name]}, the engine was started with {getattr(ours, name, None)}; start a new one"
