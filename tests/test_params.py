@@ -1,5 +1,7 @@
 """Parameter files: what is accepted, and what each kind of mistake says."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
