@@ -7,13 +7,13 @@ beyond them reaches a function, so that none can be made to work for long.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import Any, Callable
+from functools import cached_property
+from typing import Annotated, Any, Callable, Literal
 
 MAX_TEXT, MAX_ITEMS = 200, 50
-_NUMERIC_LIMIT = 10**9
+_LARGEST = 10**9
+_LIMITS = {"ge": -_LARGEST, "le": _LARGEST}
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,22 @@ class Parameter:
             schema["default"] = self.default
         return schema
 
-    def enforced(self) -> dict:
-        types = {"float": "number"}
-        schema = {"type": types.get(self.kind, self.kind), **dict(self.bounds)}
-        if self.items:
-            schema["items"] = {"type": types.get(self.items, self.items), "minimum": -_NUMERIC_LIMIT, "maximum": _NUMERIC_LIMIT}
+    def enforced(self) -> Any:
+        """The type, with its bounds, that pydantic holds an argument to."""
+        from pydantic import Field
+
         if self.choices:
-            schema["enum"] = list(self.choices)
-        return schema
+            return Literal[self.choices]
+        if self.items:
+            return Annotated[list[_bounded(self.items, _LIMITS)], Field(**dict(self.bounds))]
+        return _bounded(self.kind, dict(self.bounds))
+
+
+def _bounded(kind: str, bounds: dict) -> Any:
+    from pydantic import Field
+
+    types = {"integer": int, "float": float, "string": str, "boolean": bool}
+    return Annotated[types[kind], Field(**bounds, **({"allow_inf_nan": False} if kind == "float" else {}))]
 
 
 @dataclass(frozen=True)
@@ -70,51 +78,39 @@ class Tool:
 
     def problem(self, arguments: dict) -> str:
         """What is wrong with these arguments; "" if the function may run with them."""
-        errors = sorted(self._validator.iter_errors(arguments), key=lambda error: list(map(str, error.path)))
-        if not errors:
-            return ""
-        where = ".".join(map(str, errors[0].path))
-        return f"{where}: {errors[0].message}"[:200] if where else errors[0].message[:200]
+        from pydantic import ValidationError
+
+        try:
+            self._model.model_validate(arguments)
+        except ValidationError as failed:
+            first = failed.errors(include_url=False, include_context=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            return f"{where}: {first['msg']}"[:200] if where else first["msg"][:200]
+        return ""
 
     @cached_property
-    def _validator(self):
-        return _strict()(
-            {
-                "type": "object",
-                "properties": {name: parameter.enforced() for name, parameter in self.parameters.items()},
-                "required": self.function()["parameters"]["required"],
-                "additionalProperties": False,
-            }
-        )
+    def _model(self):
+        """The enforced schema. Strict: 5.0 is no integer and True no number, as in BFCL's checker; unknown names are errors.
+
+        pydantic is imported on use, since the process that runs the functions has no need of it.
+        """
+        from pydantic import ConfigDict, create_model
+
+        fields = {name: (parameter.enforced(), ... if parameter.default is None else parameter.default)
+                  for name, parameter in self.parameters.items()}
+        return create_model(self.name, __config__=ConfigDict(strict=True, extra="forbid"), **fields)
 
 
-@cache
-def _strict():
-    """A validator for which 5.0 is no integer and True no number, as in BFCL's checker, and NaN and infinities no numbers.
-
-    Imported on use: the process that runs the functions has no need of it.
-    """
-    import jsonschema
-
-    types = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine_many(
-        {
-            "integer": lambda _, value: type(value) is int,
-            "number": lambda _, value: type(value) is int or type(value) is float and math.isfinite(value),
-        }
-    )
-    return jsonschema.validators.extend(jsonschema.Draft202012Validator, type_checker=types)
+def integer(low: int = -_LARGEST, high: int = _LARGEST, description: str = "", default: int | None = None) -> Parameter:
+    return Parameter("integer", (("ge", low), ("le", high)), description, default=default)
 
 
-def integer(low: int = -_NUMERIC_LIMIT, high: int = _NUMERIC_LIMIT, description: str = "", default: int | None = None) -> Parameter:
-    return Parameter("integer", (("minimum", low), ("maximum", high)), description, default=default)
-
-
-def number(low: float = -_NUMERIC_LIMIT, high: float = _NUMERIC_LIMIT, description: str = "", default: float | None = None):
-    return Parameter("float", (("minimum", low), ("maximum", high)), description, default=default)
+def number(low: float = -_LARGEST, high: float = _LARGEST, description: str = "", default: float | None = None):
+    return Parameter("float", (("ge", low), ("le", high)), description, default=default)
 
 
 def text(description: str = "", longest: int = MAX_TEXT, default: str | None = None) -> Parameter:
-    return Parameter("string", (("maxLength", longest),), description, default=default)
+    return Parameter("string", (("max_length", longest),), description, default=default)
 
 
 def choice(*choices: str, default: str | None = None) -> Parameter:
@@ -126,7 +122,7 @@ def boolean(default: bool | None = None) -> Parameter:
 
 
 def numbers(kind: str = "float") -> Parameter:
-    return Parameter("array", (("minItems", 1), ("maxItems", MAX_ITEMS)), items=kind)
+    return Parameter("array", (("min_length", 1), ("max_length", MAX_ITEMS)), items=kind)
 
 
 def table(*tools: Tool) -> dict[str, Tool]:
