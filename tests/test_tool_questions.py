@@ -8,12 +8,13 @@ from datetime import date, timedelta
 import pytest
 
 from alar import protocol
+from alar.evaluate_bfcl import evaluate_bfcl
 from alar.records import Origin, Trajectory
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Sampling, TurnOutput
 from alar.rollout.loop import run
-from alar.tool import arithmetic, bfcl, questions
-from alar.tool.environment import ToolEnvironment, check_turns, verdict
+from alar.tool import arithmetic, bfcl, pretraining, questions
+from alar.tool.environment import ToolEnvironment, check_turns, toolmind_score, verdict
 from alar.tool.protocol import TOOL, calls_text, parse_calls
 from alar.tool.requests import bfcl_request, request_of
 from alar.train.examples import aasd_examples
@@ -110,6 +111,13 @@ def test_aasd_examples_put_latent_blocks_before_the_calls(codec, rolled):
         assert example.labels[-1] == codec.tokenizer.eos_token_id
 
 
+def test_pretraining_feeds_exactly_what_the_agent_loop_records(codec, solved, rolled):
+    for item, t in zip(solved, rolled):
+        ids, labels = pretraining.encode(codec, item)
+        assert ids == t.ids
+        assert labels == [i if o == Origin.SAMPLED else -100 for i, o in zip(t.ids, t.origins)]
+
+
 @pytest.mark.parametrize("spoil, reason", [
     (lambda calls: calls[:-1], "turns with calls|wrong_count|Wrong number"),
     (lambda calls: calls + calls[:1], "turns with calls|Wrong number"),
@@ -137,6 +145,25 @@ def test_a_wrong_final_answer_is_wrong(solved, rolled):
         assert verdict(changed).correct == (t.question.type == "irrelevance")
 
 
+def test_the_dense_score_is_an_option_of_the_environment(environment, rolled):
+    from dataclasses import replace
+
+    dense = ToolEnvironment(environment.executor, judge="toolmind")
+    for t in rolled:
+        assert dense.correct(t) and toolmind_score(t) == pytest.approx(1.5)
+        assert not dense.correct(replace(t, prediction=None))
+        called = [number for number, turn in enumerate(t.turns) if turn.action == "call"]
+        if called:
+            calls, _ = parse_calls(t.turns[called[0]].argument)
+            spoilt = calls_text([{**calls[0], "arguments": calls[0]["arguments"] | {"surplus": 1}}, *calls[1:]])
+            more = replace(t, turns=[replace(turn, argument=spoilt) if n == called[0] else turn for n, turn in enumerate(t.turns)])
+            assert dense.correct(more) and not environment.correct(more), "only the official check minds a further argument"
+            fewer = replace(t, turns=[turn for n, turn in enumerate(t.turns) if n != called[0]])
+            assert not dense.correct(fewer) and toolmind_score(fewer) < 1.5
+    with pytest.raises(ValueError, match="official"):
+        ToolEnvironment(environment.executor, judge="mine")
+
+
 def test_hard_turns_are_those_whose_call_needs_a_computation(solved):
     assert 0.2 < sum(bool(item.question.hard_turns) for item in solved) / len(solved) < 0.5
     for item in solved:
@@ -154,10 +181,9 @@ def test_splits_share_no_call_and_no_sentence_with_the_test():
     assert not train & validation and not train & test and not validation & test
     again, _ = calls("train", 1)
     assert len(again - train) > len(again) / 2 and not again & test
-    begins = [{item.question.text.split("{")[0].split()[0] + item.question.text[-1] for item in part} for part in (items, held_out)]
-    sentences = [[re.sub(r"\{0\}.*", "", s) for s in questions._SENTENCES[name]] for name in ("train", "test")]
-    assert not set(sentences[0]) & set(sentences[1]) and begins
-    assert not any(item.question.text.startswith(tuple(sentences[0])) for item in held_out)
+    opening = tuple(sentence.split("{0}")[0] for sentence in questions._SENTENCES["train"])
+    assert all(item.question.text.startswith(opening) for item in items)
+    assert not any(item.question.text.startswith(opening) for item in held_out)
     assert {q.world for q in questions.test_questions(12)} == {"test"}
 
 
@@ -220,3 +246,42 @@ def test_trajectories_are_short(rolled):
 def test_an_unknown_category_is_an_error():
     with pytest.raises(ValueError, match="parallel_multiple"):
         questions.sample_question("riddle", "train", random.Random(0))
+
+
+def test_a_bfcl_evaluation_goes_on_where_it_was_interrupted(codec, tmp_path):
+    asked = bfcl.load_category("multiple")[:5]
+    right = ["<think>so</think>\n\n" + calls_text(bfcl.reference_calls(q.ground_truth)) for q in asked]
+
+    def engine(answers):
+        return Scripted(codec, {row: [text] for row, text in enumerate(answers)})
+
+    settings = dict(categories=["multiple"], questions=5, shard=2, max_new_tokens=64)
+    with pytest.raises(KeyError):  # the engine has turns for the first shard only, then dies in the next
+        evaluate_bfcl(OnlyOnce(engine(right[:2])), tmp_path, **settings)
+    assert [path.name for path in sorted(tmp_path.glob("*.jsonl"))] == ["multiple-00000-2.jsonl"]
+    spoilt = Scripted(codec, {0: [right[2], right[4]], 1: ["<think>so</think>\n\nno idea"]})
+    table = evaluate_bfcl(spoilt, tmp_path, **settings)
+    assert list(table["correct"]) == [True, True, True, False, True] and table["reason"][3]
+    assert bfcl.accuracy_table(table).set_index("category").loc["macro", "accuracy"] == 0.8
+    again = evaluate_bfcl(engine([]), tmp_path, **settings)
+    assert list(again["correct"]) == list(table["correct"])
+    narrow = evaluate_bfcl(engine([]), tmp_path / "narrow", **settings, context=100)
+    assert not narrow["correct"].any() and narrow["reason"].str.contains("longer than the model").all()
+    with pytest.raises(ValueError, match="other settings"):
+        evaluate_bfcl(engine([]), tmp_path, **settings | {"max_new_tokens": 65})
+
+
+class OnlyOnce:
+    """Takes the requests of one shard, then breaks."""
+
+    def __init__(self, engine):
+        self.engine, self.submitted = engine, 0
+
+    def submit(self, requests, sampling):
+        self.submitted += bool(requests)
+        if self.submitted > 1:
+            raise KeyError("killed")
+        self.engine.submit(requests, sampling)
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)

@@ -5,27 +5,35 @@ One function, `verdict`, serves reward, filter of teacher traces and evaluation,
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Sequence
 
 from alar import protocol
 from alar.records import Observation, Question, Trajectory
-from alar.tool.bfcl import CheckResult, check_calls
+from alar.tool.bfcl import CheckResult, check_calls, reference_calls
 from alar.tool.execution import Executor
 from alar.tool.protocol import TOOL, parse_calls, responses_text
 from alar.tool.requests import Request, request_of
+from alar.tool.toolmind import SUCCESS, dense_score
+
+JUDGES = ("official", "toolmind")
 
 
 class ToolEnvironment:
     """Executes the calls of functions that the request offers and the whitelist holds.
 
-    `execute=False` is for requests about functions that nobody here can run (BFCL, ToolMind): a trajectory then ends with its
+    `judge` is "official", BFCL's checker, or "toolmind", the score that ToolMind's teacher rollouts are kept by: it forgives
+    further arguments and JSON-like differences of type. `execute=False` is for requests about functions that nobody here can run (BFCL, ToolMind): a trajectory then ends with its
     first calls, as in BFCL's single-turn categories.
     """
 
     form = TOOL
     stop = ()
 
-    def __init__(self, executor: Executor | None = None, *, execute: bool = True):
+    def __init__(self, executor: Executor | None = None, *, execute: bool = True, judge: str = "official"):
+        if judge not in JUDGES:
+            raise ValueError(f"judge {judge!r}: expected one of {', '.join(JUDGES)}")
+        self.judge = judge
         self.executor = executor or Executor() if execute else None
         self.final = ("answer",) if execute else ("answer", "call")
 
@@ -33,7 +41,7 @@ class ToolEnvironment:
         return [Observation(self._respond(request_of(question), turn)) for question, turn in steps]
 
     def correct(self, trajectory: Trajectory) -> bool:
-        return verdict(trajectory).correct
+        return verdict(trajectory).correct if self.judge == "official" else toolmind_score(trajectory) >= SUCCESS
 
     def _respond(self, request: Request, turn: protocol.Turn) -> str:
         calls, problem = parse_calls(turn.argument)
@@ -48,22 +56,24 @@ def verdict(trajectory: Trajectory) -> CheckResult:
     A malformed turn is wrong, with its own problem as the reason; so is a trajectory without a final action. A missing reasoning
     block alone is not wrong: it is what a model answers that does not reason, and `Trajectory.well_formed` tells.
     """
-    if trajectory.prediction is None:
-        return CheckResult(False, "no final answer")
-    calls = []
-    for turn in trajectory.turns:
-        if not turn.well_formed and turn.mode != "none":
-            return CheckResult(False, turn.problem)
-        if turn.action == "call":
-            parsed, problem = parse_calls(turn.argument)
-            if problem:
-                return CheckResult(False, problem)
-            calls.append(parsed)
+    calls, problem = _calls_made(trajectory)
+    if problem:
+        return CheckResult(False, problem)
     checked = check_turns(calls, request_of(trajectory.question))
     accepted = [_spaced(answer) for answer in trajectory.question.answers]
     if checked.correct and accepted and _spaced(trajectory.prediction) not in accepted:
         return CheckResult(False, f"the final answer is {trajectory.prediction[:80]!r}, expected {accepted[0]!r}")
     return checked
+
+
+def toolmind_score(trajectory: Trajectory) -> float:
+    """`dense_score` averaged over the turns of calls that were made or expected; −0.2 for a malformed trajectory."""
+    calls, problem = _calls_made(trajectory)
+    expected = [reference_calls(turn) for turn in request_of(trajectory.question).truth or ()]
+    if problem or not (calls or expected):
+        return -0.2 if problem else SUCCESS
+    scores = [dense_score(made or [], wanted or []) for made, wanted in zip_longest(calls, expected)]
+    return sum(scores) / len(scores)
 
 
 def check_turns(calls: Sequence[list[dict]], request: Request) -> CheckResult:
@@ -81,6 +91,22 @@ def check_turns(calls: Sequence[list[dict]], request: Request) -> CheckResult:
         if not checked.correct:
             return checked if len(request.truth) == 1 else CheckResult(False, f"turn {number + 1}: {checked.reason}")
     return CheckResult(True)
+
+
+def _calls_made(trajectory: Trajectory) -> tuple[list[list[dict]], str]:
+    """(calls of every turn that calls, problem of the first turn that is malformed)."""
+    if trajectory.prediction is None:
+        return [], "no final answer"
+    calls = []
+    for turn in trajectory.turns:
+        if not turn.well_formed and turn.mode != "none":
+            return [], turn.problem
+        if turn.action == "call":
+            parsed, problem = parse_calls(turn.argument)
+            if problem:
+                return [], problem
+            calls.append(parsed)
+    return calls, ""
 
 
 def _spaced(text: str) -> str:
