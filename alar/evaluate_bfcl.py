@@ -37,8 +37,11 @@ def evaluate_bfcl(
     """Greedy rollouts; one row per question: `category`, `correct`, `reason`, and the columns of `question_table`.
 
     `questions` limits each category to its first ones; `context` is the model's number of positions. `bfcl.accuracy_table` turns
-    the result into accuracies with intervals. Raises ValueError if `folder` holds results of other settings.
+    the result into accuracies with intervals. Raises ValueError if `folder` holds results of other settings, and for the Java and
+    JavaScript categories, whose prompts would have to ask for source text in place of JSON values.
     """
+    if foreign := set(categories) & set(bfcl.LANGUAGES):
+        raise ValueError(f"categories: {', '.join(sorted(foreign))} cannot be asked here; the checker can judge their answers")
     folder = Path(folder)
     settings = {"mode": mode, "max_new_tokens": max_new_tokens, "context": context, "shard": shard, "data": bfcl.PACKAGE}
     _same_settings(folder / "settings.json", settings)

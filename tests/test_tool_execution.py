@@ -101,7 +101,8 @@ def test_endless_and_greedy_functions_end_in_an_error(tmp_path, monkeypatch):
             Tool("spin", "", {}, spin), Tool("stubborn", "", {}, stubborn), Tool("leave", "", {}, lambda: os._exit(0)),
             Tool("sleep", "", {}, lambda: time.sleep(1000)), Tool("memory", "", {}, lambda: len(bytearray(2**40))),
             Tool("power", "", {"n": Parameter("integer")}, lambda n: n ** n ** n),
-            Tool("digits", "", {}, lambda: 10**100000), Tool("odd", "", {}, lambda: {1, 2}), Tool("nan", "", {}, lambda: float("nan")),
+            Tool("digits", "", {}, lambda: 10**100000), Tool("odd", "", {}, lambda: {1, 2}),
+            Tool("nan", "", {}, lambda: float("nan")),
             Tool("chatty", "", {}, lambda: print("[\\"ok\\", 13]") or 7), Tool("quit", "", {}, lambda: sys.exit(3)),
             Tool("fine", "", {}, lambda: "fine"),
         )

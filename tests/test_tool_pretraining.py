@@ -45,10 +45,10 @@ def test_trajectories_average_at_most_400_tokens(trained):
 
 def test_any_model_goes_through_the_loop_with_real_execution(trained):
     model, tokenizer = from_base(trained[0], num_latent=2)
-    environment = ToolEnvironment()
+    environment, sampling = ToolEnvironment(), Sampling(24, 1.0, stop=())
     asked = questions.validation_questions(6)
     for mode in ("free", "latent", "think"):
-        trajectories = run(asked, HFEngine(model, tokenizer), environment, Sampling(24, 1.0, stop=environment.stop), modes=mode, max_turns=2)
+        trajectories = run(asked, HFEngine(model, tokenizer), environment, sampling, modes=mode, max_turns=2)
         for t in trajectories:
             t.check()
             assert not t.correct and 1 <= len(t.turns) <= 2

@@ -126,10 +126,12 @@ def fuzzed(rng: random.Random) -> str:
     values = [*["12", "-3"] * 5, "1e400", "5.0", "true", "null", "NaN", '"x"', '"\\ud800"', "[1]", "{}", "9" * 30, "9" * 5000]
     if rng.random() < 0.5:
         pieces = ["<think>", "</think>", "<latent>", "</latent>", "<tool_call>", "</tool_call>", "<tool_response>", "•", "\n", "{", "}",
-                  '"name": ', '"arguments": ', '"gcd"', "[1]", "null", "text", "\x00", "\ud800", '{"a": 1, "b": 2}', "\\u0000", "<|im_end|>"]
+                  '"name": ', '"arguments": ', '"gcd"', "[1]", "null", "text", "\x00", "\ud800", '{"a": 1, "b": 2}', "\\u0000",
+                  "<|im_end|>"]
         return "".join(rng.choice(pieces) for _ in range(rng.randint(0, 16)))
     calls = [
-        f'<tool_call>\n{{"name": "{rng.choice(names)}", "arguments": {{"a": {rng.choice(values)}, "b": {rng.choice(values)}}}}}\n</tool_call>'
+        f'<tool_call>\n{{"name": "{rng.choice(names)}", "arguments": '
+        f'{{"a": {rng.choice(values)}, "b": {rng.choice(values)}}}}}\n</tool_call>'
         for _ in range(rng.randint(1, 3))
     ]
     text = list(turn("\n".join(calls), rng.choice(["<think>x</think>", "<latent>••••</latent>", ""])))

@@ -104,7 +104,8 @@ def test_aasd_examples_put_latent_blocks_before_the_calls(codec, rolled):
         text = codec.text(example.ids)
         assert example.num_blocks == len(t.turns) == text.count("<latent>••••</latent>\n\n") and "<think>" not in text
         assert [parse_calls(turn.argument) for turn in t.turns if turn.action == "call"] == [
-            parse_calls("".join(found)) for found in re.findall(r"<latent>•+</latent>\n\n((?:<tool_call>.*?</tool_call>\n?)+)", text, re.S)
+            parse_calls(found)
+            for found in re.findall(r"<latent>•+</latent>\n\n((?:<tool_call>.*?</tool_call>\n?)+)", text, re.S)
         ]
         supervised = codec.tokenizer.decode([label for label in example.labels if label >= 0])
         assert supervised.count(END) == len(t.turns) and "tool_response" not in supervised
@@ -122,7 +123,8 @@ def test_pretraining_feeds_exactly_what_the_agent_loop_records(codec, solved, ro
     (lambda calls: calls[:-1], "turns with calls|wrong_count|Wrong number"),
     (lambda calls: calls + calls[:1], "turns with calls|Wrong number"),
     (lambda calls: [{**calls[0], "name": "nothing"}, *calls[1:]], "wrong_func_name|cannot_find_match"),
-    (lambda calls: [{**calls[0], "arguments": {**calls[0]["arguments"], "surplus": 1}}, *calls[1:]], "unexpected_param|cannot_find"),
+    (lambda calls: [{**calls[0], "arguments": {**calls[0]["arguments"], "surplus": 1}}, *calls[1:]],
+     "unexpected_param|cannot_find"),
 ])
 def test_spoilt_calls_are_wrong(solved, spoil, reason):
     for item in solved:
@@ -228,7 +230,8 @@ def test_chains_of_thought_compute_what_they_say():
         a, b = sorted((rng.randint(1, 999), rng.randint(1, 999)), reverse=True)
         columns = re.findall(r" (\d)\+(\d)(\+1)?=(\d+)", arithmetic.add_text(a, b))
         assert all(int(x) + int(y) + bool(c) == int(r) for x, y, c, r in columns)
-        assert sum(int(r[-1]) * 10**n for n, (*_, r) in enumerate(columns)) + 10 ** len(columns) * (int(columns[-1][3]) > 9) == a + b
+        carried = 10 ** len(columns) * (int(columns[-1][3]) > 9)
+        assert sum(int(r[-1]) * 10**n for n, (*_, r) in enumerate(columns)) + carried == a + b
         columns = re.findall(r" (\d)(-1)?(\+10)?-(\d)=(\d)", arithmetic.subtract_text(a, b))
         assert all(int(x) - bool(p) + 10 * bool(q) - int(y) == int(r) for x, p, q, y, r in columns)
         assert sum(int(r) * 10**n for n, (*_, r) in enumerate(columns)) == a - b
@@ -267,6 +270,8 @@ def test_a_bfcl_evaluation_goes_on_where_it_was_interrupted(codec, tmp_path):
     assert list(again["correct"]) == list(table["correct"])
     narrow = evaluate_bfcl(engine([]), tmp_path / "narrow", **settings, context=100)
     assert not narrow["correct"].any() and narrow["reason"].str.contains("longer than the model").all()
+    with pytest.raises(ValueError, match="simple_java"):
+        evaluate_bfcl(engine([]), tmp_path / "java", **settings | {"categories": ["simple_java"]})
     with pytest.raises(ValueError, match="other settings"):
         evaluate_bfcl(engine([]), tmp_path, **settings | {"max_new_tokens": 65})
 

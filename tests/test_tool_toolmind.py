@@ -17,7 +17,9 @@ def call(name, **arguments):
 WEATHER = {"type": "function", "function": {"name": "Get weather (v2)", "description": "Weather.", "parameters": {
     "type": "object", "properties": {"city": {"type": "str"}, "days": {"type": "int", "default": 1}}, "required": ["city"]}}}
 ZIP = {"type": "function", "function": {"type": "function", "function": {"name": "zip_of", "arguments": {
-    "properties": {"place": {"type": "dict", "properties": {"name": {"type": "str"}}}, "tags": {"type": "list"}}, "required": ["place"]}}}}
+    "properties": {"place": {"type": "dict", "properties": {"name": {"type": "str"}}}, "tags": {"type": "list"}},
+    "required": ["place"]}}}}
+ASKED = {"role": "user", "content": "x"}
 BARE = {"name": "now", "arguments": {"zone": {"type": "string"}, "odd": {"type": "quaternion"}}}
 
 
@@ -25,7 +27,8 @@ def conversation(city="Lima"):
     return [
         {"role": "system", "content": "Help."},
         {"role": "user", "content": f"Weather in {city} and its zip?"},
-        {"role": "assistant", "content": "", "tool_calls": [call("Get weather (v2)", city=city), call("zip_of", place={"name": city})]},
+        {"role": "assistant", "content": "",
+         "tool_calls": [call("Get weather (v2)", city=city), call("zip_of", place={"name": city})]},
         {"role": "tool", "content": "sunny"},
         {"role": "tool", "content": {"zip": 15001}},
         {"role": "assistant", "content": "Sunny, 15001."},
@@ -99,8 +102,8 @@ def test_json_text_in_place_of_objects_is_read():
     ({"conversations": conversation()[2:3]}, "no user message"),
     ({"conversations": [{"from": "human"}]}, "known role"),
     ({"tools": [WEATHER]}, "not offered"),
-    ({"conversations": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call("now")["function"]["name"]]}]}, "without a name"),
-    ({"conversations": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"name": "now", "arguments": [1]}]}]}, "no object"),
+    ({"conversations": [ASKED, {"role": "assistant", "tool_calls": ["now"]}]}, "without a name"),
+    ({"conversations": [ASKED, {"role": "assistant", "tool_calls": [{"name": "now", "arguments": [1]}]}]}, "no object"),
 ])
 def test_unreadable_rows_are_counted_by_reason(change, reason):
     loaded = load_rows([rows()[0] | change])

@@ -132,7 +132,8 @@ class _Loop:
         turn, codec, forced = len(rollout.trajectory.turns), self.engine.codec, []
         mode = rollout.mode = self.plan(row, turn)
         if mode in ("think", "latent"):
-            forced = (codec.trusted(self.environment.form.opening) if turn == 0 else []) + (codec.think_open if mode == "think" else codec.latent_open)
+            opening = codec.trusted(self.environment.form.opening) if turn == 0 else []
+            forced = opening + (codec.think_open if mode == "think" else codec.latent_open)
         elif mode not in MODES:
             raise ValueError(f"mode {mode!r} for turn {turn}: expected one of {', '.join(MODES)}")
         seed = zlib.crc32(f"{self.seed} {row} {turn}".encode())

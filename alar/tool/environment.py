@@ -23,8 +23,8 @@ class ToolEnvironment:
     """Executes the calls of functions that the request offers and the whitelist holds.
 
     `judge` is "official", BFCL's checker, or "toolmind", the score that ToolMind's teacher rollouts are kept by: it forgives
-    further arguments and JSON-like differences of type. `execute=False` is for requests about functions that nobody here can run (BFCL, ToolMind): a trajectory then ends with its
-    first calls, as in BFCL's single-turn categories.
+    further arguments and JSON-like differences of type. `execute=False` is for requests about functions that nobody here can
+    run (BFCL, ToolMind): a trajectory then ends with its first calls, as in BFCL's single-turn categories.
     """
 
     form = TOOL
@@ -69,7 +69,7 @@ def verdict(trajectory: Trajectory) -> CheckResult:
 def toolmind_score(trajectory: Trajectory) -> float:
     """`dense_score` averaged over the turns of calls that were made or expected; −0.2 for a malformed trajectory."""
     calls, problem = _calls_made(trajectory)
-    expected = [reference_calls(turn) for turn in request_of(trajectory.question).truth or ()]
+    expected = [reference_calls(map(_without_optional, turn)) for turn in request_of(trajectory.question).truth or ()]
     if problem or not (calls or expected):
         return -0.2 if problem else SUCCESS
     scores = [dense_score(made or [], wanted or []) for made, wanted in zip_longest(calls, expected)]
@@ -107,6 +107,12 @@ def _calls_made(trajectory: Trajectory) -> tuple[list[list[dict]], str]:
                 return [], problem
             calls.append(parsed)
     return calls, ""
+
+
+def _without_optional(accepted: dict) -> dict:
+    """Ground truth of one call, less the parameters that may be left out: this score asks for nothing else of them."""
+    ((name, parameters),) = accepted.items()
+    return {name: {key: values for key, values in parameters.items() if "" not in values}}
 
 
 def _spaced(text: str) -> str:

@@ -85,7 +85,8 @@ class Executor:
         root = str(Path(__file__).resolve().parents[2])
         paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")]), *filter(None, sys.path)])
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "alar.tool.execution", self.whitelist, str(self.cpu_seconds)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-m", "alar.tool.execution", self.whitelist, str(self.cpu_seconds)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         )
         self._finalizer = weakref.finalize(self, _end, self._child)

@@ -15,7 +15,7 @@ from alar.tool.functions import TOOLS
 from alar.tool.protocol import TOOL, parse_calls, responses_text
 
 # What takes longest to learn comes most often.
-MIXTURE = ("simple", "multiple", "parallel", "parallel_multiple", "irrelevance", "multi_turn", "multi_turn", "simple", "parallel_multiple")
+MIXTURE = (*questions.CATEGORIES, "multi_turn", "simple", "parallel_multiple")
 FIRST_SEED = 1_000_000  # of the requests that base models are pretrained on; later stages use small seeds
 
 
@@ -25,7 +25,7 @@ def solved(number: int, count: int, seed: int) -> list[questions.Solved]:
 
 
 def observations(item: questions.Solved) -> list[str]:
-    """What the policy reads after every turn; "" after the last. The whitelist's functions run here, with the expert's arguments."""
+    """What the policy reads after every turn; "" after the last. The functions run in this process, on the expert's arguments."""
     seen = []
     for step in item.steps:
         calls = parse_calls(step.argument)[0] if step.action == "call" else []

@@ -41,7 +41,9 @@ _SENTENCES = {
     "test": ("Please tell me {0}.", "Give me {0}.", "Please find {0}.", "I want to find {0}."),
 }
 _CONNECTIONS = {"train": (" and also ", "; and ", ", then "), "test": (" and then ", "; also ")}
-_UNITS = (("the days of {0} weeks", 7), ("the months of {0} years", 12), ("the hours of {0} days", 24), ("the minutes of {0} hours", 60))
+_UNITS = (
+    ("the days of {0} weeks", 7), ("the months of {0} years", 12), ("the hours of {0} days", 24), ("the minutes of {0} hours", 60)
+)
 
 
 @dataclass(frozen=True)

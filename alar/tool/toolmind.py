@@ -129,8 +129,9 @@ def split_of(row: ToolMindRow) -> str:
 def dense_score(calls: Sequence[dict], expected: Sequence[dict]) -> float:
     """ToolMind's score of a teacher's turn: correct calls over expected ones, + 0.5 if all match, − 0.2 otherwise.
 
-    Calls match in any order, each at most once. A call matches when it has the expected name and every expected argument with the
-    same value after `coerced`; further arguments do not count against it. 1.5 is a full match. Without expected calls, none is right.
+    Calls match in any order, each at most once. A call matches when it has the expected name and every expected argument with
+    the same value after `coerced`; further arguments do not count against it. 1.5 is a full match. Without expected calls, none
+    is right.
     """
     if not expected:
         return 1.5 if not calls else -0.2
@@ -185,7 +186,8 @@ def _accepted(value: Any) -> Any:
 def _schema(schema: Any) -> dict:
     if not isinstance(schema, dict):
         return {"type": "string"}
-    fixed = {key: value for key, value in schema.items() if key in ("type", "description", "enum", "default", "items", "properties")}
+    kept = ("type", "description", "enum", "default", "items", "properties")
+    fixed = {key: schema[key] for key in kept if key in schema}
     kind = fixed.get("type")
     fixed["type"] = _TYPES.get(kind, kind) if isinstance(kind, str) else "string"
     if fixed["type"] not in _TYPES.values():
@@ -199,7 +201,8 @@ def _schema(schema: Any) -> dict:
 
 # To BFCL's names, which its checker knows.
 _TYPES = {
-    "str": "string", "string": "string", "int": "integer", "integer": "integer", "float": "float", "number": "float", "double": "float",
+    "str": "string", "string": "string", "int": "integer", "integer": "integer",
+    "float": "float", "number": "float", "double": "float",
     "bool": "boolean", "boolean": "boolean", "list": "array", "array": "array", "tuple": "array", "set": "array", "dict": "dict",
     "object": "dict", "any": "any",
 }
