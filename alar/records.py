@@ -32,7 +32,8 @@ GENERATED = (Origin.SAMPLED, Origin.FORCED, Origin.LATENT)
 @dataclass(frozen=True)
 class Question:
     """One question. `hard_turns` (0-based) marks the turns that need a computation, for analysis only:
-    it never reaches prompts, mode choices or rewards. `world` names the facts that it is asked about."""
+    it never reaches prompts, mode choices or rewards. `world` names the facts that it is asked about. `details` is JSON with
+    what a domain adds: functions, messages and accepted calls in the tool domain."""
 
     id: str
     text: str
@@ -40,6 +41,7 @@ class Question:
     type: str = ""
     hard_turns: tuple[int, ...] = ()
     world: str = ""
+    details: str = ""
 
 
 @dataclass(frozen=True)

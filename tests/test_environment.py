@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("core.txt", "engines.txt", "engines-nodeps.txt")
+FILES = ("core.txt", "core-nodeps.txt", "engines.txt", "engines-nodeps.txt")
 
 
 def pins(name: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ def run_all(tmp_path, monkeypatch):
     specification = importlib.util.spec_from_file_location("run_all", ROOT / "run_all.py")
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
-    for name in ("pyproject.toml", "requirements/core.txt"):
+    for name in ("pyproject.toml", "requirements/core.txt", "requirements/core-nodeps.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     for name in ("engines.txt", "engines-nodeps.txt"):
@@ -141,14 +141,14 @@ def test_a_finished_installation_is_not_redone_and_an_interrupted_one_is(run_all
         run_all.fill(venv, engines=False)
     fail = ""
     run_all.fill(venv, engines=False)
-    assert calls == ["core (core.txt)", "alar itself"] * 2
+    assert calls == ["core (core.txt)", "core (core-nodeps.txt)", "alar itself"] * 2
     run_all.fill(venv, engines=False)
-    assert len(calls) == 4
+    assert len(calls) == 6
     run_all.fill(venv, engines=True)
-    assert calls[4:] == ["engines (engines.txt)", "engines (engines-nodeps.txt)"]
+    assert calls[6:] == ["engines (engines.txt)", "engines (engines-nodeps.txt)"]
     (tmp_path / "requirements" / "core.txt").write_text("numpy==0\n")
     run_all.fill(venv, engines=True)
-    assert calls[6:] == ["core (core.txt)", "alar itself"], "changed pins are installed"
+    assert calls[8:] == ["core (core.txt)", "core (core-nodeps.txt)", "alar itself"], "changed pins are installed"
 
 
 def test_half_installed_packages_are_forgotten(run_all, tmp_path):

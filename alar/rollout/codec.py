@@ -7,6 +7,7 @@ Text from outside (questions, observations) is encoded with special tokens split
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,20 +18,26 @@ from alar.records import Origin
 class Codec:
     """Encodes prompts, observations and turns for one tokenizer and K = `num_latent` thoughts per block.
 
-    `latent_token_id` is None for a base model without latent blocks; asking for one is then an error.
+    `latent_token_id` is None for a base model without latent blocks; asking for one is then an error. `form` is how the
+    turns that it writes look.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, num_latent: int = 0, latent_token_id: int | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        num_latent: int = 0,
+        latent_token_id: int | None = None,
+        form: protocol.Form = protocol.SEARCH,
     ):
         self.tokenizer = tokenizer
         self.num_latent = num_latent
         self.latent_token_id = latent_token_id
+        self.form = form
 
     @classmethod
-    def of(cls, model, tokenizer: PreTrainedTokenizerBase) -> Codec:
+    def of(cls, model, tokenizer: PreTrainedTokenizerBase, form: protocol.Form = protocol.SEARCH) -> Codec:
         config = model.config
-        return cls(tokenizer, getattr(config, "num_latent", 0), getattr(config, "latent_token_id", None))
+        return cls(tokenizer, getattr(config, "num_latent", 0), getattr(config, "latent_token_id", None), form)
 
     def trusted(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -39,11 +46,14 @@ class Codec:
         """Encode text from outside: special tokens in it become ordinary pieces."""
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
+    def encode(self, pieces: Sequence[str]) -> list[int]:
+        """Encode a text in pieces, those of a template as trusted."""
+        encoded = (self.trusted(p) if isinstance(p, protocol.Trusted) else self.untrusted(p) for p in pieces)
+        return [token for tokens in encoded for token in tokens]
+
     def prompt(self, question: str) -> list[int]:
-        text = protocol.prompt_text(question)
-        opening, closing = "<|im_start|>", "<|im_end|>\n<|im_start|>assistant\n"
-        middle = text.removeprefix(opening).removesuffix(closing)
-        return self.trusted(opening) + self.untrusted(middle) + self.trusted(closing)
+        """The search domain's prompt."""
+        return self.encode(protocol.prompt_pieces(question))
 
     def observation(self, text: str) -> list[int]:
         return self.untrusted(text)
@@ -69,19 +79,21 @@ class Codec:
         if self.latent_token_id is None:
             raise ValueError("this model has no latent token: make one with alar.model.from_base")
         pieces = [
-            (self.separator if first else [], Origin.SAMPLED),
+            (self.trusted(self.form.opening) if first else [], Origin.SAMPLED),
             (self.latent_open, Origin.SAMPLED),
             ([self.latent_token_id] * self.num_latent, Origin.LATENT),
             (self.latent_close, Origin.FORCED),
-            (self.untrusted(protocol.BLOCK_SEPARATOR + protocol.action_text(action, argument)), Origin.SAMPLED),
+            (self.untrusted(protocol.BLOCK_SEPARATOR + self.form.action(action, argument)), Origin.SAMPLED),
+            (self.trusted(self.form.closing), Origin.SAMPLED),
         ]
         ids = [token for tokens, _ in pieces for token in tokens]
         return ids, [origin for tokens, origin in pieces for _ in tokens]
 
     def think_turn(self, thought: str, action: str, argument: str, *, first: bool) -> tuple[list[int], list[Origin]]:
         """A turn that reasons in text."""
-        text = protocol.think_block(thought) + protocol.BLOCK_SEPARATOR + protocol.action_text(action, argument)
-        ids = (self.separator if first else []) + self.untrusted(text)
+        text = protocol.think_block(thought) + protocol.BLOCK_SEPARATOR + self.form.action(action, argument)
+        opening, closing = self.form.opening if first else "", self.form.closing
+        ids = self.trusted(opening) + self.untrusted(text) + self.trusted(closing)
         return ids, [Origin.SAMPLED] * len(ids)
 
     @cached_property

@@ -8,7 +8,7 @@ question takes the place of one that is answered, so that the engine's batch sta
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Callable, Iterable, Iterator, Protocol, Sequence
 
 import numpy as np
@@ -23,15 +23,17 @@ QUORUM = 16  # finished turns are collected until they are one in so many slots:
 
 
 class Environment(Protocol):
-    """A domain as the loop sees it."""
+    """A domain as the loop sees it. `final` actions end a trajectory; their argument is its prediction."""
 
-    actions: tuple[str, ...]
+    form: protocol.Form
+    final: tuple[str, ...]
     stop: tuple[str, ...]
 
     def observe(self, steps: Sequence[tuple[Question, protocol.Turn]]) -> list[Observation]:
         """Execute the actions of several trajectories at once."""
 
-    def correct(self, question: Question, prediction: str) -> bool: ...
+    def correct(self, trajectory: Trajectory) -> bool:
+        """Judge a trajectory that ended in a final action."""
 
 
 def run(
@@ -94,7 +96,7 @@ class _Loop:
             while live or asked < len(questions):
                 while asked < len(questions) and len(live) < slots:
                     row = self.first_row + asked
-                    live[row] = _Rollout(_start(questions[asked], self.engine))
+                    live[row] = _Rollout(_start(questions[asked], self.engine, self.environment.form))
                     entering.append(row)
                     asked += 1
                 self.engine.submit([self._request(row, live[row]) for row in entering], self.sampling)
@@ -114,26 +116,28 @@ class _Loop:
         going: list[tuple[int, protocol.Turn]] = []
         for row, output in ended:
             rollout = live[row]
-            parsed = _record(rollout.trajectory, output, rollout.mode, self.engine, self.environment)
+            parsed = _record(rollout.trajectory, output, rollout.mode, self.engine, self.environment.form)
             rollout.latents.extend(output.latents)
-            if parsed.action == "answer":
+            if parsed.action in self.environment.final:
                 rollout.trajectory.prediction, rollout.trajectory.finish = parsed.argument, "answer"
             elif len(rollout.trajectory.turns) == self.max_turns:
                 rollout.trajectory.finish = "max_turns"
             else:
                 going.append((row, parsed))
         acting = [(live[row].trajectory.question, parsed) for row, parsed in going if parsed.action is not None]
+        form = self.environment.form
         found = iter(self.environment.observe(acting) if acting else ())
         for row, parsed in going:
-            observation = next(found) if parsed.action is not None else Observation(protocol.INVALID_ACTION)
-            _observe(live[row].trajectory, observation, self.engine)
+            observation = next(found) if parsed.action is not None else Observation(form.invalid(parsed.problem))
+            _observe(live[row].trajectory, observation, self.engine, form)
         return [row for row, _ in going]
 
     def _request(self, row: int, rollout: _Rollout) -> TurnRequest:
         turn, codec, forced = len(rollout.trajectory.turns), self.engine.codec, []
         mode = rollout.mode = self.plan(row, turn)
         if mode in ("think", "latent"):
-            forced = (codec.separator if turn == 0 else []) + (codec.think_open if mode == "think" else codec.latent_open)
+            opening = codec.trusted(self.environment.form.opening) if turn == 0 else []
+            forced = opening + (codec.think_open if mode == "think" else codec.latent_open)
         elif mode not in MODES:
             raise ValueError(f"mode {mode!r} for turn {turn}: expected one of {', '.join(MODES)}")
         seed = zlib.crc32(f"{self.seed} {row} {turn}".encode())
@@ -144,22 +148,24 @@ class _Loop:
         width = len(latents[0]) if latents else 0
         trajectory.latents = np.asarray(latents, dtype=np.float32).reshape(len(latents), width)
         if trajectory.prediction is not None:
-            trajectory.correct = self.environment.correct(trajectory.question, trajectory.prediction)
+            trajectory.correct = self.environment.correct(trajectory)
         return trajectory
 
 
-def _start(question: Question, engine: Engine) -> Trajectory:
-    ids = engine.codec.prompt(question.text)
+def _start(question: Question, engine: Engine, form: protocol.Form) -> Trajectory:
+    ids = engine.codec.encode(form.prompt(question))
     return Trajectory(question, ids, [int(Origin.PROMPT)] * len(ids), [float("nan")] * len(ids), np.zeros((0, 0), np.float32))
 
 
-def _record(trajectory: Trajectory, output, mode: str, engine, environment) -> protocol.Turn:
+def _record(trajectory: Trajectory, output: TurnOutput, mode: str, engine: Engine, form: protocol.Form) -> protocol.Turn:
     """Append what was written, parse it, and note the turn."""
     start = len(trajectory.ids)
     trajectory.ids = trajectory.ids + output.ids
     trajectory.origins = trajectory.origins + output.origins
     trajectory.logprobs = trajectory.logprobs + output.logprobs
-    parsed = protocol.parse_turn(engine.codec.text(output.ids), environment.actions)
+    parsed = form.parse(engine.codec.text(output.ids))
+    if form.closing and output.finish == "length":
+        parsed = replace(parsed, action=None, well_formed=False, problem="the turn was cut at the limit of new tokens")
     trajectory.turns.append(
         TurnRecord(
             start,
@@ -176,8 +182,10 @@ def _record(trajectory: Trajectory, output, mode: str, engine, environment) -> p
     return parsed
 
 
-def _observe(trajectory: Trajectory, observation: Observation, engine) -> None:
-    ids = engine.codec.observation(observation.text)
+def _observe(trajectory: Trajectory, observation: Observation, engine: Engine, form: protocol.Form) -> None:
+    ids = engine.codec.encode(form.observation(observation.text))
+    if form.closing and ids[:1] == trajectory.ids[-1:]:
+        ids = ids[1:]  # the policy closed its turn itself
     trajectory.ids = trajectory.ids + ids
     trajectory.origins = trajectory.origins + [int(Origin.OBSERVATION)] * len(ids)
     trajectory.logprobs = trajectory.logprobs + [float("nan")] * len(ids)

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import Sequence
 
 from alar import protocol
-from alar.records import Observation, Question
+from alar.records import Observation, Question, Trajectory
 from alar.search.corpus import RetrievalError
 from alar.search.metrics import exact_match
 from alar.search.retriever import Searcher, build
@@ -19,7 +19,8 @@ class SearchEnvironment:
     `topk` passages come back, each cut to `max_characters`.
     """
 
-    actions = protocol.SEARCH_ACTIONS
+    form = protocol.SEARCH
+    final = ("answer",)
     stop = protocol.SEARCH_STOPS
 
     def __init__(self, searcher: Searcher | None = None, *, topk: int = 2, max_characters: int = 500, kept_worlds: int = 8):
@@ -56,5 +57,5 @@ class SearchEnvironment:
                 )
         return [observations[i] for i in range(len(steps))]
 
-    def correct(self, question: Question, prediction: str) -> bool:
-        return exact_match(prediction, question.answers)
+    def correct(self, trajectory: Trajectory) -> bool:
+        return exact_match(trajectory.prediction, trajectory.question.answers)

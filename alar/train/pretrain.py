@@ -1,7 +1,8 @@
-"""Pretraining of the embedded base model: a tokenizer and a small Qwen2 from explicit-mode trajectories.
+"""Pretraining of an embedded base model: a tokenizer and a small Qwen2 (search) or Qwen3 (tool) from explicit trajectories.
 
-Every trajectory asks about a counterfactual world of its own, with passages from the real retriever, and reasons in
-text; the loss covers what the policy writes. Repeated by `params/laptop-from-scratch.yaml`.
+In search every trajectory asks about a counterfactual world of its own, with passages from the real retriever; in the tool
+domain it calls functions that are really run. All reason in text; the loss covers what the policy writes. Repeated by
+`params/laptop-from-scratch.yaml`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import random
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, Literal
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from alar import protocol
 from alar.jsonl import replacing
@@ -24,6 +25,8 @@ from alar.rollout.codec import Codec
 from alar.search import questions
 from alar.search.retriever import build
 from alar.search.world import world
+from alar.tool import pretraining as tool
+from alar.tool.protocol import TOOL
 
 # The pre-tokenizer of Qwen2.5 and Qwen3: digits one by one, words with their leading space.
 QWEN_PATTERN = (
@@ -57,6 +60,11 @@ class PretrainConfig:
     layers: int = 4
     vocabulary: int = 3072
     seed: int = 0
+    domain: Literal["search", "tool"] = "search"
+
+    @property
+    def form(self) -> protocol.Form:
+        return TOOL if self.domain == "tool" else protocol.SEARCH
 
 
 def solved_texts(world_name: str, count: int, seed: int, topk: int) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
@@ -81,13 +89,7 @@ def solved_texts(world_name: str, count: int, seed: int, topk: int) -> Iterator[
 def train_tokenizer(config: PretrainConfig) -> PreTrainedTokenizerFast:
     """Byte-level BPE with Qwen's pre-tokenizer. Open tags are left out of the training text, so that `<latent>` keeps
     three pieces, as in Qwen's own vocabulary."""
-    texts = []
-    for number in range(4):
-        name = f"counterfactual-{questions.FIRST_PRETRAINING_WORLD - 1 - number}"
-        for question, turns in solved_texts(name, 1500, config.seed, config.topk):
-            texts.append(protocol.prompt_text(question))
-            for thought, action, argument, observation in turns:
-                texts.append(f"{protocol.think_block(thought)}\n\n{protocol.action_text(action, argument)}{observation}")
+    texts = list(tool.texts(6000, config.seed) if config.domain == "tool" else _search_texts(config))
     texts.extend([protocol.LATENT_CLOSE + "\n\n"] * 2000)
     for tag in ("think", "latent", "search", "answer", "information"):
         texts = [text.replace(f"<{tag}>", "\n") for text in texts]
@@ -115,10 +117,21 @@ def train_tokenizer(config: PretrainConfig) -> PreTrainedTokenizerFast:
     return fast
 
 
-def build_model(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def _search_texts(config: PretrainConfig) -> Iterator[str]:
+    for number in range(4):
+        name = f"counterfactual-{questions.FIRST_PRETRAINING_WORLD - 1 - number}"
+        for question, turns in solved_texts(name, 1500, config.seed, config.topk):
+            yield protocol.prompt_text(question)
+            for thought, action, argument, observation in turns:
+                yield f"{protocol.think_block(thought)}\n\n{protocol.action_text(action, argument)}{observation}"
+
+
+def build_model(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM | Qwen3ForCausalLM:
     torch.manual_seed(config.seed)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
+    tool_domain = config.domain == "tool"
+    config_class, model_class = (Qwen3Config, Qwen3ForCausalLM) if tool_domain else (Qwen2Config, Qwen2ForCausalLM)
+    return model_class(
+        config_class(
             vocab_size=config.vocabulary,
             hidden_size=config.hidden_size,
             intermediate_size=3 * config.hidden_size,
@@ -131,6 +144,7 @@ def build_model(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> Q
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
             bos_token_id=None,
+            **({"head_dim": HEAD_SIZE} if tool_domain else {}),
         )
     )
 
@@ -152,15 +166,12 @@ def encode_trajectory(codec: Codec, question: str, turns) -> tuple[list[int], li
 def batches(codec: Codec, config: PretrainConfig, first: tuple[int, int] = (0, 0)) -> Iterator[tuple]:
     """Endless ((world, batch), ids, labels), right-padded (B, T), one world after another, from `first` on.
 
-    Each world's batches hold trajectories of similar lengths and depend on the world's number and the seed alone.
+    Each world's batches hold trajectories of similar lengths and depend on the world's number and the seed alone. In the tool
+    domain a "world" is so many requests.
     """
     pad, (number, skipped) = codec.tokenizer.pad_token_id, first
     while True:
-        name = f"counterfactual-{questions.FIRST_PRETRAINING_WORLD + number}"
-        items = [
-            encode_trajectory(codec, question, turns)
-            for question, turns in solved_texts(name, config.questions_per_world, config.seed, config.topk)
-        ]
+        items = list(_encoded(codec, config, number))
         items.sort(key=lambda item: len(item[0]))
         groups = [items[i : i + config.batch_size] for i in range(0, len(items), config.batch_size)]
         random.Random(f"pretraining {config.seed} {number}").shuffle(groups)
@@ -172,6 +183,16 @@ def batches(codec: Codec, config: PretrainConfig, first: tuple[int, int] = (0, 0
                 torch.tensor([labels + [-100] * (length - len(labels)) for _, labels in group]),
             )
         number, skipped = number + 1, 0
+
+
+def _encoded(codec: Codec, config: PretrainConfig, number: int) -> Iterator[tuple[list[int], list[int]]]:
+    if config.domain == "tool":
+        for item in tool.solved(number, config.questions_per_world, config.seed):
+            yield tool.encode(codec, item)
+        return
+    name = f"counterfactual-{questions.FIRST_PRETRAINING_WORLD + number}"
+    for question, turns in solved_texts(name, config.questions_per_world, config.seed, config.topk):
+        yield encode_trajectory(codec, question, turns)
 
 
 def policy_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -197,7 +218,7 @@ def pretrain(folder: str | Path, config: PretrainConfig, *, log=None) -> tuple[Q
         tokenizer = train_tokenizer(config)
         tokenizer.save_pretrained(folder)
     device = usual_device()
-    model, codec = build_model(config, tokenizer).to(device), Codec(tokenizer)
+    model, codec = build_model(config, tokenizer).to(device), Codec(tokenizer, form=config.form)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=config.weight_decay
     )

@@ -1,0 +1,85 @@
+"""Evaluation of any checkpoint, through any engine, on BFCL's single-turn categories: resumable, per category and macro.
+
+Every `shard` questions are written as one file of trajectories, in one step; a later call with the same settings reads what is
+there and goes on. Questions too long for the model's context are wrong answers, counted in the table, not left out.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Callable, Iterable, Sequence
+
+import pandas as pd
+
+from alar.evaluate import evaluate, question_table
+from alar.jsonl import write_json
+from alar.records import Question, Trajectory, read_trajectories, write_trajectories
+from alar.rollout.engine import Engine
+from alar.tool import bfcl
+from alar.tool.environment import ToolEnvironment, verdict
+from alar.tool.requests import bfcl_request
+
+
+def evaluate_bfcl(
+    engine: Engine,
+    folder: str | Path,
+    *,
+    categories: Sequence[str] = bfcl.PAPER_CATEGORIES,
+    mode: str = "free",
+    max_new_tokens: int = 2048,
+    context: int = 32768,
+    questions: int | None = None,
+    batch_size: int = 64,
+    shard: int = 128,
+    progress: Callable[[Iterable], Iterable] = iter,
+) -> pd.DataFrame:
+    """Greedy rollouts; one row per question: `category`, `correct`, `reason`, and the columns of `question_table`.
+
+    `questions` limits each category to its first ones; `context` is the model's number of positions. `bfcl.accuracy_table` turns
+    the result into accuracies with intervals. Raises ValueError if `folder` holds results of other settings, and for the Java and
+    JavaScript categories, whose prompts would have to ask for source text in place of JSON values.
+    """
+    if foreign := set(categories) & set(bfcl.LANGUAGES):
+        raise ValueError(f"categories: {', '.join(sorted(foreign))} cannot be asked here; the checker can judge their answers")
+    folder = Path(folder)
+    settings = {"mode": mode, "max_new_tokens": max_new_tokens, "context": context, "shard": shard, "data": bfcl.PACKAGE}
+    _same_settings(folder / "settings.json", settings)
+    environment, tables = ToolEnvironment(execute=False), []
+    for category in categories:
+        asked = [bfcl_request(item).question(item.id, world="bfcl") for item in bfcl.load_category(category)[:questions]]
+        trajectories: list[Trajectory] = []
+        for start in range(0, len(asked), shard):
+            part = asked[start : start + shard]
+            path = folder / f"{category}-{start:05d}-{len(part)}.jsonl"
+            if not path.exists():
+                short = [q for q in part if _fits(engine, q, context - max_new_tokens)]
+                rolled = evaluate(
+                    engine, environment, short, mode=mode, max_new_tokens=max_new_tokens, max_turns=1, batch_size=batch_size,
+                    progress=progress,
+                )
+                write_trajectories(path, rolled)
+            trajectories += read_trajectories(path)
+        tables.append(_table(category, asked, trajectories))
+    return pd.concat(tables, ignore_index=True)
+
+
+def _table(category: str, asked: Sequence[Question], trajectories: Sequence[Trajectory]) -> pd.DataFrame:
+    table = question_table(trajectories, "bfcl").assign(reason=[verdict(t).reason for t in trajectories])
+    missing = sorted({q.id for q in asked} - set(table["question_id"]))
+    absent = pd.DataFrame({"question_id": missing, "correct": False, "reason": "the prompt is longer than the model's context"})
+    return pd.concat([table, absent], ignore_index=True).assign(category=category) if missing else table.assign(category=category)
+
+
+def _fits(engine: Engine, question: Question, room: int) -> bool:
+    return len(engine.codec.encode(ToolEnvironment.form.prompt(question))) + 32 <= room
+
+
+def _same_settings(path: Path, settings: dict) -> None:
+    if path.exists():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found != settings:
+            different = {key: (found.get(key), value) for key, value in settings.items() if found.get(key) != value}
+            raise ValueError(f"{path}: holds results of other settings, {different}; choose another folder or remove this one")
+    else:
+        write_json(path, settings)
