@@ -147,7 +147,7 @@ class Warmup(Supervised):
 
 
 class Rl(Section):
-    steps: Count = 48
+    steps: Count = 44
     prompts_per_step: Count = 8
     group_size: Annotated[int, Field(ge=2)] = 8
     gradient_accumulation: Count = 4
@@ -172,7 +172,7 @@ class Rl(Section):
     lora_alpha: Count = 32
     train_projector: bool = False
     worlds: Count = 24
-    validation_every: CountOrNone = 8  # 0 = never
+    validation_every: CountOrNone = 11  # 0 = never
     validation_questions: Count = 128
     checkpoint_every: Count = 10
     trainer: Literal["single", "verl"] = "single"
