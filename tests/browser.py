@@ -147,6 +147,8 @@ def opened(folder: Path) -> Iterator[Page]:
         try:
             ready = profile / "DevToolsActivePort"
             _until(lambda: process.poll() is not None or (ready.exists() and ready.read_text().count("\n")), "the browser")
+            if process.poll() is not None:
+                raise RuntimeError(f"{find()} ended at once; see {folder / 'chromium.log'}")
             port = ready.read_text().split()[0]
             tabs = json.loads(urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=20).read())
             page = Page(next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page"))

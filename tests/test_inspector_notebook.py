@@ -1,8 +1,8 @@
 """Notebook 08, headless and in a browser: papermill without a click, then a real JupyterLab whose every widget is moved.
 
 The model is small and random: it writes something else for every question, as patching needs, and its numbers mean nothing.
-Pictures of what the browser showed stay in the folder named by the variable ALAR_SCREENSHOTS, else in pytest's own; the test
-prints where.
+Pictures of what the browser showed stay in the folder named by the variable ALAR_SCREENSHOTS, else in pytest's own; the terminal
+says where.
 """
 
 import importlib.util
@@ -23,8 +23,7 @@ from alar.runs.publish import to_html
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "notebooks" / "08_latent_inspector.ipynb"
 SIZES = {"questions": 4, "records": 2, "intervened": 3, "mapped": 2, "probed": 4, "explained": 1, "reported": 4, "bootstrap": 100,
-         "rollout_max_turns": 2, "rollout_max_new_tokens": 24, "threads": 1,
-         "figures_formats": ["png"]}
+         "rollout_max_turns": 2, "rollout_max_new_tokens": 24, "threads": 1, "figures_formats": ["png"]}
 TABLES = ("interventions.csv", "causal_map.csv", "probes.csv", "inspector_steps.csv", "inspector_words.csv")
 FIGURES = ("trajectory", "comparison", "lens", "vectors", "attention", "interventions", "causal_map", "panel", "components",
            "recurrence")
@@ -93,10 +92,12 @@ def page(tmp_path):
 
 
 @pytest.fixture
-def screenshots(tmp_path):
+def screenshots(request, tmp_path):
+    """A folder for pictures; the terminal says where they are, also when the test passes."""
     folder = Path(os.environ.get("ALAR_SCREENSHOTS", tmp_path / "screenshots"))
     yield folder
-    print(f"screenshots in {folder}: {', '.join(sorted(path.name for path in folder.glob('*.png')))}")
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    reporter.write_line(f" {len(list(folder.glob('*.png')))} screenshots in {folder}")
 
 
 def test_the_report_asks_for_nothing_and_runs_nothing(headless, page, screenshots):
