@@ -186,6 +186,13 @@ def test_words_follow_from_the_numbers_by_the_stated_rule():
     assert "No replacement lowers" in said("correct", "drop", difference=-0.5, difference_high=0.1)
 
 
+def test_the_kind_of_the_action_follows_z_only_if_the_numbers_say_so():
+    row = {"measure": "to_donor_kind", "intervention": "patch", "mean": 0.9, "difference": 0.8, "difference_low": 0.6}
+    assert "z carries what kind" in conclusions.kinds(effect_rows(row))[0]
+    assert "is not shown" in conclusions.kinds(effect_rows(row | {"difference_low": 0.0}))[0]
+    assert conclusions.kinds(effect_rows(row | {"measure": "kl"})) == []
+
+
 def test_a_probe_counts_only_beyond_both_controls():
     row = {"target": "hard", "turn": 2, "k": 1, "questions": 40, "accuracy": 0.9, "accuracy_low": 0.8, "accuracy_high": 1.0,
            "embedding": 0.5, "shuffled": 0.5, "shuffled_high": 0.6, "difference": 0.4, "difference_low": 0.3}

@@ -34,6 +34,19 @@ def causal_map(table: pd.DataFrame) -> str:
             f"k = {int(best['k'])}: {_span(best, 'difference', 'difference_low', 'difference_high', 1)} nats above the control.")
 
 
+def kinds(summary: pd.DataFrame) -> list[str]:
+    """Whether the kind of the action follows z, from a summary of patches whose donors acted differently."""
+    rows = _whole(summary, "to_donor_kind")
+    if rows.empty:
+        return []
+    row = rows.iloc[0]
+    moved = (f"With the z of a turn that searched where this one answers, or the reverse, the policy does as the donor did in "
+             f"{_percent(row)} of the turns (random control {_percent(row, 'control', 'control_low', 'control_high')})")
+    if _above(rows)[row.name]:
+        return [f"{moved}: z carries what kind of action comes next."]
+    return [f"{moved}: that z carries the kind of the next action is not shown."]
+
+
 def probes(table: pd.DataFrame) -> list[str]:
     """What z holds beyond the words of the question, from `alar.inspector.probes.probe_table`: one sentence per target."""
     said = []
