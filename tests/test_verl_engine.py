@@ -44,8 +44,8 @@ def results(tmp_path_factory):
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_ratio_is_one(results, case):
-    assert results[case]["ratio_error"] <= 1e-5
-    assert results[case]["verl"]["actor/ratio_error"] <= 1e-5
+    assert results[case]["ratio_error"] <= 2e-5
+    assert results[case]["verl"]["actor/ratio_error"] <= 2e-5
     assert results[case]["latent_positions"] >= 8
 
 
