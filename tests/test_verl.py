@@ -5,6 +5,7 @@ combination of LoRA or full with cached or recomputed latents runs by default, t
 tests/test_verl_engine.py has the mathematics of all four.
 """
 
+import importlib.util
 import json
 import os
 import shutil
@@ -28,9 +29,10 @@ from alar.rl.verl.launch import JobFailed, train, verl_job
 from alar.rl.verl.settings import hydra_values
 from alar.search.environment import SearchEnvironment
 from alar.search.questions import training_questions, validation_questions
-from tests.test_verl_engine import INSTALL, verl_is_installed
 
-needs_verl = pytest.mark.skipif(not verl_is_installed(), reason=f"verl is not installed: {INSTALL}")
+needs_verl = pytest.mark.skipif(
+    importlib.util.find_spec("verl") is None, reason="verl is not installed: python run_all.py --install engines"
+)
 
 RL = RLConfig(
     steps=2, prompts_per_step=2, group_size=4, learning_rate=1e-3, warmup_ratio=0.5, schedule="linear", max_turns=4,

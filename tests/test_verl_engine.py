@@ -3,7 +3,7 @@
 All cases run in one process of their own (tests/verl_engine.py): verl chooses its platform when it is imported.
 """
 
-import importlib.metadata
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,18 +14,12 @@ import pytest
 from alar import runs
 from alar.model import from_base, save
 
-INSTALL = "python run_all.py --install engines"
 CASES = ["full-recomputed", "full-cached", "lora-recomputed", "lora-cached"]
 
 
-def verl_is_installed() -> bool:
-    try:
-        return bool(importlib.metadata.version("verl"))
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
-
-pytestmark = pytest.mark.skipif(not verl_is_installed(), reason=f"verl is not installed: {INSTALL}")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("verl") is None, reason="verl is not installed: python run_all.py --install engines"
+)
 
 
 @pytest.fixture(scope="module")
