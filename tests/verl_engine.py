@@ -108,6 +108,9 @@ def compare(model_folder: str, folder: Path, trainable: str, latents: str) -> di
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import response_from_nested
 
+    from alar.model import load
+    from alar.train.supervised import merged
+
     config = rl_config(trainable, latents)
     trainer, trajectories, advantages, before, details = single_process(model_folder, folder, config)
     worker = verl_worker(model_folder, folder, config)
@@ -139,6 +142,12 @@ def compare(model_folder: str, folder: Path, trainable: str, latents: str) -> di
     )
     metrics = tu.get(worker.actor.train_mini_batch(td), "metrics")
     ours = dict(trainer.model.named_parameters())
+    worker.save_checkpoint(str(folder / "state"), None, 1)
+    worker.export_checkpoint(str(folder / "checkpoint"))
+    resumed = verl_worker(model_folder, folder, config)
+    resumed.load_checkpoint(str(folder / "state"))
+    again = {plain(name): p for name, p in resumed.actor.engine.module.named_parameters()}
+    exported, whole = load(folder / "checkpoint")[0], merged(trainer.model)
 
     def distance(pairs) -> float:
         pairs = [(a.detach().double().flatten(), b.detach().double().flatten()) for a, b in pairs]
@@ -152,6 +161,9 @@ def compare(model_folder: str, folder: Path, trainable: str, latents: str) -> di
         "gradient": distance((gradients[n], ours[n].grad) for n in trained),
         "update": distance((theirs[n].to_local() - before[n], ours[n] - before[n]) for n in trained),
         "weights": distance((theirs[n].to_local(), ours[n]) for n in trained),
+        "resumed_equal": all(torch.equal(p.to_local(), again[name].to_local()) for name, p in theirs.items()),
+        "resumed_rate": resumed.actor.engine.lr_scheduler.get_last_lr() == engine.lr_scheduler.get_last_lr(),
+        "exported": distance(zip(exported.parameters(), whole.parameters(), strict=True)),
         "single": details,
         "verl": {key: float(torch.as_tensor(_number(value))) for key, value in metrics.items()},
         "projector_trains": any("projector" in name for name in trained),
