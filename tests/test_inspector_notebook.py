@@ -92,12 +92,12 @@ def page(tmp_path):
 
 
 @pytest.fixture
-def screenshots(request, tmp_path):
+def screenshots(capsys, tmp_path):
     """A folder for pictures; the terminal says where they are, also when the test passes."""
     folder = Path(os.environ.get("ALAR_SCREENSHOTS", tmp_path / "screenshots"))
     yield folder
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    reporter.write_line(f" {len(list(folder.glob('*.png')))} screenshots in {folder}")
+    with capsys.disabled():
+        print(f" {len(list(folder.glob('*.png')))} screenshots in {folder}")
 
 
 def test_the_report_asks_for_nothing_and_runs_nothing(headless, page, screenshots):
