@@ -87,7 +87,8 @@ def test_an_answer_that_breaks_a_block_is_an_error(random_model, loop):
     answer = SimpleNamespace(token_ids=[plain], log_probs=[0.0], extra_fields={"latents": []}, stop_reason="completed")
     with pytest.raises(RuntimeError, match=f"wrote {plain}, the open block asks for {codec.latent_token_id}"):
         replay(codec, opened, Sampling(20), answer)
-    cut = SimpleNamespace(token_ids=[codec.latent_token_id], log_probs=[0.0], extra_fields={"latents": [np.zeros(64)]}, stop_reason="x")
+    known = {"latents": [np.zeros(64)]}
+    cut = SimpleNamespace(token_ids=[codec.latent_token_id], log_probs=[0.0], extra_fields=known, stop_reason="length")
     with pytest.raises(RuntimeError, match="ended the turn early"):
         replay(codec, opened, Sampling(20), cut)
 

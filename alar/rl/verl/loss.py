@@ -7,7 +7,9 @@ from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, register_po
 
 
 @register_policy_loss("alar")
-def policy_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None, rollout_is_weights=None):
+def policy_loss(
+    old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None, rollout_is_weights=None
+):
     """`compute_policy_loss_vanilla`; log-probs outside the mask, of ids that nobody chose, are set to 0 first.
 
     `old_log_prob` are the behaviour log-probs. The additional metric `actor/ratio_error` is the

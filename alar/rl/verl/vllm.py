@@ -63,7 +63,8 @@ class ServedEngine(Engine):
     def latent_probabilities(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """p(latent | state) as far as sampling shows it: the probability of the open tag that was written, or one minus it
         for text. The exact value would renormalise over the two tags; they differ by what is neither."""
-        return [[p for turn in range(len(t.turns)) if (p := _seen_probability(t, turn, self.codec)) is not None] for t in trajectories]
+        seen = ([_seen_probability(t, turn, self.codec) for turn in range(len(t.turns))] for t in trajectories)
+        return [[p for p in row if p is not None] for row in seen]
 
     async def _ask(self, request: TurnRequest, sampling: Sampling):
         extra = {"latent_stops": list(sampling.stop), "latent_record": f"{id(self)}.{request.session}.{next(self.keys)}"}
