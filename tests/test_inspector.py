@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from alar.inspector import LatentRecord, inspect
-from alar.inspector.effects import INTACT, Replay, _script, causal_map, conclusion, donors, measure, plan, summarise
+from alar.inspector.effects import INTACT, Replay, _script, causal_map, donors, measure, plan, summarise
 from alar.inspector.interventions import KINDS, Bench, Effect, Intervention, replaced
 from alar.model.attention import attention_of
+from alar.protocol import SEARCH
 from alar.records import Observation, Origin, Question
 from alar.rollout.engine import Sampling
 from alar.rollout.hf import HFEngine
@@ -26,13 +27,13 @@ NEW_TOKENS = 14  # behind the block; a whole turn has the block's and the separa
 class Silent:
     """An environment that answers every action alike and finds answers of even length correct."""
 
-    actions, stop = ("search", "answer"), ("</search>", "</answer>")
+    form, final, stop = SEARCH, ("answer",), ("</search>", "</answer>")
 
     def observe(self, steps):
         return [Observation("\n\n<information>nothing</information>\n\n")] * len(steps)
 
-    def correct(self, question, prediction):
-        return len(prediction) % 2 == 0
+    def correct(self, trajectory):
+        return len(trajectory.prediction) % 2 == 0
 
 
 @pytest.fixture(scope="module")
@@ -314,20 +315,6 @@ def test_tables_hold_effects_beside_their_controls(written):
     assert list(causal_map(effects, "zero", resamples=50)["turn"].unique()) == [1, 2]
     with pytest.raises(ValueError, match="per_step"):
         causal_map(effects, "noise")
-
-
-def test_the_conclusion_in_words_follows_the_intervals():
-    rng = np.random.default_rng(0)
-    rows = []
-    for kind, rate in (("zero", 0.9), ("noise", 0.3), ("patch", 0.9)):
-        for number in range(60):
-            own, control = float(rng.random() < rate), float(rng.random() < 0.3)
-            rows.append({"question_id": number, "intervention": kind, "k": 0, "changed": own, "control_changed": control,
-                         "to_donor": own, "control_to_donor": 0.0, "to_donor_kind": control, "control_to_donor_kind": own})
-    words = conclusion(summarise(pd.DataFrame(rows), resamples=500)).splitlines()
-    assert len(words) == 5 and "zero changes 9" in words[0] and "more than the" in words[0] and "60 questions" in words[0]
-    assert "noise" in words[1] and "not told apart from" in words[1] and "to the donor's own, more than the 0.0%" in words[3]
-    assert "of another kind" in words[4] and "less than the" in words[4]
 
 
 def test_an_action_moves_to_the_donors_kind_only_from_another_one():

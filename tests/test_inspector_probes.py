@@ -15,6 +15,7 @@ from alar.inspector import geometry, inspect
 from alar.inspector.explain import explain, pseudo_text
 from alar.inspector.interventions import Bench
 from alar.inspector.probes import class_hits, labels, name_hits, probe_table
+from alar.protocol import SEARCH
 from alar.records import Observation, Question
 from alar.rollout.engine import Sampling
 from alar.rollout.hf import HFEngine
@@ -30,12 +31,12 @@ QUESTIONS = [
 
 
 class Silent:
-    actions, stop = ("search", "answer"), ("</search>", "</answer>")
+    form, final, stop = SEARCH, ("answer",), ("</search>", "</answer>")
 
     def observe(self, steps):
         return [Observation("\n\n<information>nothing</information>\n\n")] * len(steps)
 
-    def correct(self, question, prediction):
+    def correct(self, trajectory):
         return False
 
 

@@ -169,28 +169,6 @@ def causal_map(effects: pd.DataFrame, intervention: str = "patch", measure: str 
     return table[table["measure"] == measure].reset_index(drop=True)
 
 
-def conclusion(summary: pd.DataFrame) -> str:
-    """What a summary of whole blocks says, in one sentence per intervention; the last ones are about patching."""
-    sentences = {
-        "changed": "{intervention} changes {share} of the actions",
-        "to_donor": "patching moves {share} of the actions to the donor's own",
-        "to_donor_kind": "where the donor's action is of another kind, patching moves {share} of the actions to that kind",
-    }
-    whole = summary[summary["k"] == 0]
-    rows = [row for name in sentences for row in whole[whole["measure"] == name].to_dict("records")]
-    told = [row for row in rows if row["measure"] == "changed" or row["intervention"] == "patch"]
-    return "\n".join(_sentence(row, sentences[row["measure"]]) for row in told)
-
-
-def _sentence(row: dict, text: str) -> str:
-    share, low, high = (f"{100 * row[name]:.1f}" for name in ("difference", "difference_low", "difference_high"))
-    verdict = "more than" if row["difference_low"] > 0 else "less than" if row["difference_high"] < 0 else "not told apart from"
-    return (
-        f"{text.format(share=format(row['mean'], '.1%'), **row)}, {verdict} the {row['control']:.1%} of a random displacement of "
-        f"the same size (difference {share} [{low}, {high}] points, {row['questions']} questions)."
-    )
-
-
 class Replay(Engine):
     """An engine that first gives the turns of a script, then lets the real one write: a changed episode goes on."""
 
