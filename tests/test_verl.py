@@ -89,8 +89,9 @@ def without_time(rows):
 
 
 @needs_verl
+@pytest.mark.full  # a second start of Ray and of all workers: minutes; test_verl_engine.py resumes without them by default
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", PAIRS)
 def test_a_job_resumed_from_step_1_equals_an_uninterrupted_one(uninterrupted, base, questions, tmp_path, name):
     whole, expected = uninterrupted(name)
     job = a_job(base, tmp_path, questions, name)

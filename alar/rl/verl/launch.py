@@ -175,7 +175,8 @@ def _end_with_parent() -> None:
     """End this job when the process that started and followed it is gone, such as a notebook's kernel."""
 
     def wait():
-        sys.stdin.buffer.read()
+        while os.read(0, 1024):  # below Python's buffers, whose lock a daemon thread would hold at the interpreter's end
+            pass
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, daemon=True).start()
