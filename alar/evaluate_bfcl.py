@@ -6,6 +6,7 @@ there and goes on. Questions too long for the model's context are wrong answers,
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Callable, Iterable, Sequence
@@ -25,6 +26,7 @@ def evaluate_bfcl(
     engine: Engine,
     folder: str | Path,
     *,
+    checkpoint: str | Path,
     categories: Sequence[str] = bfcl.PAPER_CATEGORIES,
     mode: str = "free",
     max_new_tokens: int = 2048,
@@ -36,6 +38,7 @@ def evaluate_bfcl(
 ) -> pd.DataFrame:
     """Greedy rollouts; one row per question: `category`, `correct`, `reason`, and the columns of `question_table`.
 
+    `checkpoint` is what the engine was opened on, a folder or a hub id: its content belongs to the settings of the results.
     `questions` limits each category to its first ones; `context` is the model's number of positions. `bfcl.accuracy_table` turns
     the result into accuracies with intervals. Raises ValueError if `folder` holds results of other settings, and for the Java and
     JavaScript categories, whose prompts would have to ask for source text in place of JSON values.
@@ -43,7 +46,8 @@ def evaluate_bfcl(
     if foreign := set(categories) & set(bfcl.LANGUAGES):
         raise ValueError(f"categories: {', '.join(sorted(foreign))} cannot be asked here; the checker can judge their answers")
     folder = Path(folder)
-    settings = {"mode": mode, "max_new_tokens": max_new_tokens, "context": context, "shard": shard, "data": bfcl.PACKAGE}
+    settings = {"checkpoint": _identity(checkpoint), "mode": mode, "max_new_tokens": max_new_tokens, "context": context}
+    settings |= {"shard": shard, "data": bfcl.PACKAGE}
     _same_settings(folder / "settings.json", settings)
     environment, tables = ToolEnvironment(execute=False), []
     for category in categories:
@@ -73,6 +77,18 @@ def _table(category: str, asked: Sequence[Question], trajectories: Sequence[Traj
 
 def _fits(engine: Engine, question: Question, room: int) -> bool:
     return len(engine.codec.encode(ToolEnvironment.form.prompt(question))) + 32 <= room
+
+
+def _identity(checkpoint: str | Path) -> str:
+    """A hash of a folder's configuration and weights; a hub id as it is."""
+    folder = Path(checkpoint)
+    if not folder.is_dir():
+        return str(checkpoint)
+    digest = hashlib.sha256()
+    for path in sorted((*folder.glob("*.json"), *folder.glob("*.safetensors"))):
+        with path.open("rb") as stream:
+            digest.update(path.name.encode() + hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def _same_settings(path: Path, settings: dict) -> None:

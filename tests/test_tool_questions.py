@@ -258,7 +258,10 @@ def test_a_bfcl_evaluation_goes_on_where_it_was_interrupted(codec, tmp_path):
     def engine(answers):
         return Scripted(codec, {row: [text] for row, text in enumerate(answers)})
 
-    settings = dict(categories=["multiple"], questions=5, shard=2, max_new_tokens=64)
+    (tmp_path / "model").mkdir()
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(b"one")
+    settings = dict(checkpoint=weights.parent, categories=["multiple"], questions=5, shard=2, max_new_tokens=64)
     with pytest.raises(KeyError):  # the engine has turns for the first shard only, then dies in the next
         evaluate_bfcl(OnlyOnce(engine(right[:2])), tmp_path, **settings)
     assert [path.name for path in sorted(tmp_path.glob("*.jsonl"))] == ["multiple-00000-2.jsonl"]
@@ -274,6 +277,9 @@ def test_a_bfcl_evaluation_goes_on_where_it_was_interrupted(codec, tmp_path):
         evaluate_bfcl(engine([]), tmp_path / "java", **settings | {"categories": ["simple_java"]})
     with pytest.raises(ValueError, match="other settings"):
         evaluate_bfcl(engine([]), tmp_path, **settings | {"max_new_tokens": 65})
+    weights.write_bytes(b"two")
+    with pytest.raises(ValueError, match="other settings, {'checkpoint'"):
+        evaluate_bfcl(engine([]), tmp_path, **settings)
 
 
 class OnlyOnce:

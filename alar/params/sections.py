@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Domain = Literal["search", "tool"]
+NOTEBOOK_DOMAINS = ("search",)  # those that the notebooks can run; of the other one, --check knows what it needs
 
 # A file or folder. `alar.params` checks that it exists and the stage cache follows its content, not its name.
 Location = Annotated[str, "location"]

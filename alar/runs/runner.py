@@ -20,7 +20,7 @@ from alar.runs import provenance, stages
 from alar.runs.execution import CellFailed, execute
 from alar.jsonl import replacing, write_json
 from alar.params.notebooks import NotebookError, numbered
-from alar.params.sections import ON_REQUEST, Experiment
+from alar.params.sections import NOTEBOOK_DOMAINS, ON_REQUEST, Experiment
 from alar.runs.terminal import Terminal, duration
 
 RUN_LOCK = "run"
@@ -58,6 +58,11 @@ def main(request: Request, *, root: Path, notebooks_dir: Path | None = None, lis
     terminal = terminal or Terminal()
     try:
         jobs = plan(request, root, notebooks_dir or root / "notebooks")
+        for job in jobs:
+            if job.domain not in NOTEBOOK_DOMAINS:
+                raise params.ParameterError([
+                    f"{request.params}: run.domains: the notebooks do not run the {job.domain} domain yet, only "
+                    f"{', '.join(NOTEBOOK_DOMAINS)}: choose with --domain {NOTEBOOK_DOMAINS[0]}"])
         if list_only:
             for job in jobs:
                 _list(job, root, terminal)
