@@ -458,6 +458,9 @@ def test_publishing_writes_figures_and_small_pages(study, tmp_path):
     before = [p.read_bytes() for p in pages]
     assert study.run(publish=True)[0] == 0
     assert [p.read_bytes() for p in pages] == before, "publishing twice changes nothing"
+    assert study.run(publish=True, run_dir=tmp_path / "elsewhere")[0] == 0
+    text = "".join(p.read_text() for p in pages)
+    assert str(tmp_path) not in text and "runs/elsewhere/search/07_figures" in text
 
 
 def test_publishing_too_much_is_refused(study, monkeypatch):

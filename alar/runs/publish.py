@@ -77,12 +77,15 @@ def to_html(executed: Path, root: Path) -> str:
     for cell in notebook.cells:
         cell.metadata = {}
         for output in cell.get("outputs", []):
-            _reduce(output, str(root))
+            _reduce(output)
         if "outputs" in cell:
             cell.outputs = [output for output in cell.outputs if not _is_bare_widget(output)]
     body, _ = HTMLExporter(template_name="basic").from_notebook_node(notebook)
     title = next((line.lstrip("# ") for cell in notebook.cells if cell.cell_type == "markdown"
                   for line in cell.source.splitlines() if line.startswith("# ")), executed.stem)
+    run_dir = executed.parents[1]
+    for place, shown in ((str(run_dir), f"runs/{run_dir.parent.name}/{run_dir.name}"), (f"{root}/", ""), (str(root), ".")):
+        body = body.replace(place, shown)
     return PAGE.format(title=html.escape(title), body=body, code_style=HtmlFormatter().get_style_defs(".highlight"))
 
 
@@ -104,19 +107,14 @@ def _figures(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("*")) if path.suffix in FIGURE_FILES]
 
 
-def _reduce(output, root: str) -> None:
-    """Smaller images, no widget state, no absolute paths."""
-    if "text" in output:
-        output.text = output.text.replace(root + "/", "").replace(root, ".")
+def _reduce(output) -> None:
+    """Smaller images, no widget state."""
     data = output.get("data", {})
     if data.pop(WIDGET, None) is not None and set(data) <= {"text/plain"}:
         data.clear()  # a widget without a static twin: its repr says nothing to a reader
     if "image/png" in data:
         data["image/png"] = _smaller(data["image/png"])
         data.pop("image/svg+xml", None)
-    for kind in ("text/plain", "text/html"):
-        if kind in data:
-            data[kind] = data[kind].replace(root + "/", "").replace(root, ".")
 
 
 def _is_bare_widget(output) -> bool:
