@@ -122,26 +122,29 @@ _OBSERVATION = re.compile(r"<information>.*?</information>", re.DOTALL)
 _OPEN_TAG = re.compile(r"</?(?:think|latent|search|answer|information)>")
 
 
+def leading_block(text: str, tags: re.Pattern) -> tuple[str, str, str, str]:
+    """(mode, reasoning, the text behind it, problem) of a turn; `tags` are those that may not stand inside a block."""
+    block = _BLOCK.match(text)
+    if block is None:
+        opened = re.match(r"\s*<(think|latent)>", text)
+        return "none", "", text, f"<{opened[1]}> is never closed" if opened else "the turn does not start with a reasoning block"
+    mode, reasoning, problem = block[1], block[2], ""
+    if mode == "latent" and reasoning.strip(BULLET):
+        problem = "text inside a latent block"
+    elif tags.search(reasoning):
+        problem = "a tag inside the reasoning block"
+    return mode, reasoning, text[block.end() :], problem
+
+
 def parse_turn(text: str, actions: tuple[str, ...] = SEARCH_ACTIONS) -> Turn:
     """Parse the text of one turn (what the policy wrote between two observations). Never raises."""
     action_names = "|".join(actions)
-    block = _BLOCK.match(text)
-    if block is None:
-        mode, reasoning, rest = "none", "", text
-        opened = re.match(r"\s*<(think|latent)>", text)
-        problem = f"<{opened[1]}> is never closed" if opened else "the turn does not start with a reasoning block"
-    else:
-        mode, reasoning, rest = block[1], block[2], text[block.end() :]
-        problem = ""
+    mode, reasoning, rest, problem = leading_block(text, _OPEN_TAG)
     found = re.search(rf"<({action_names})>(.*?)</\1>", rest, re.DOTALL)
     action, argument = (found[1], found[2].strip()) if found else (None, "")
     outside = rest if found is None else rest[: found.start()] + rest[found.end() :]
     if not problem:
-        if mode == "latent" and reasoning.strip(BULLET):
-            problem = "text inside a latent block"
-        elif _OPEN_TAG.search(reasoning):
-            problem = "a tag inside the reasoning block"
-        elif found is None:
+        if found is None:
             problem = f"no action: expected one of {', '.join(f'<{name}>' for name in actions)}"
         elif _OPEN_TAG.search(outside):
             problem = "more than one block or action"

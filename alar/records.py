@@ -52,6 +52,21 @@ class Observation:
     titles: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Step:
+    """One turn of the expert that a question comes with: the thought, then the action with its argument."""
+
+    thought: str
+    action: str
+    argument: str
+
+
+@dataclass(frozen=True)
+class Solved:
+    question: Question
+    steps: tuple[Step, ...]
+
+
 @dataclass
 class TurnRecord:
     """One turn of a trajectory: token span [start, end) of what the policy wrote, and its parse."""

@@ -4,6 +4,7 @@ A stage writes a small table once; everything downstream only reads it. So each 
 place: its file, the stage that writes it and its columns. `read` accepts a data frame, a `.parquet`, `.csv` or
 `.jsonl` file and refuses whatever does not fit, naming the table, the column and the stage to run.
 
+`em` is the share of correct answers: exact match in search, the verdict of BFCL's checker in the tool domain.
 Units: tokens are counts, shares and accuracies are fractions in 0..1, entropies are bits.
 """
 
@@ -18,7 +19,10 @@ from pandas.api import types as dtypes
 
 # Orders in which rows and panels appear; names that are not listed follow in alphabetical order.
 SYSTEMS = ("base", "stage1", "warmup", "alar", "alar-think", "alar-latent", "oracle")
-QUESTION_TYPES = ("all", "single", "bridge", "comparison", "arithmetic")
+QUESTION_TYPES = (
+    "all", "single", "bridge", "comparison", "arithmetic",
+    "simple", "multiple", "parallel", "parallel_multiple", "multi_turn", "irrelevance",
+)
 CONTROLS = ("intact", "zeroed", "shuffled", "noise", "mean", "text")
 MODES = ("latent", "think", "none")
 

@@ -130,6 +130,31 @@ def test_later_layers_win(tmp_path):
     assert experiment.only == ("01", "03")
 
 
+def test_a_domains_part_follows_each_layer(tmp_path):
+    (tmp_path / "base.yaml").write_text(
+        "aasd: {epochs: 1.0, batch_size: 2}\ntool:\n  aasd: {epochs: 3.0, batch_size: 4, lora_rank: 5}")
+    (tmp_path / "p.yaml").write_text(
+        "extends: base.yaml\nrun: {domains: [search, tool]}\naasd: {batch_size: 6}\n"
+        "variants:\n  v: {tool: {aasd: {lora_rank: 7}}}")
+    shown = {domain: (e.aasd.epochs, e.aasd.batch_size, e.aasd.lora_rank)
+             for domain, e in params.load_variants(tmp_path / "p.yaml")["v"].items()}
+    assert shown == {"search": (1.0, 6, 16), "tool": (3.0, 6, 7)}
+    assert params.load(tmp_path / "p.yaml", ["aasd.lora_rank=8"], variant="v", domain="tool").aasd.lora_rank == 8
+
+
+@pytest.mark.parametrize("text, problem", [
+    ("tool: {aasd: {epoch: 2.0}}", r"p.yaml: tool: aasd.epoch: unknown parameter, did you mean epochs"),
+    ("tool: {aasd: {epochs: 0.0}}", "p.yaml: tool: aasd.epochs: 0.0 is out of range"),
+    ("tool: 3", "p.yaml: tool: must hold sections"),
+    ("tool: {run: {seed: 3}}", "p.yaml: tool.run: belongs to all domains"),
+])
+def test_parts_of_domains_that_are_not_run_are_checked_too(tmp_path, monkeypatch, text, problem):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.yaml").write_text(f"run: {{domains: [search]}}\n{text}")
+    with pytest.raises(params.ParameterError, match=problem):
+        params.load("p.yaml")
+
+
 @pytest.mark.parametrize("text", ["1e-3", "1.0e-3", "0.001", "1E-3"])
 def test_exponents_are_numbers_in_files_and_overrides(tmp_path, text):
     path = tmp_path / "p.yaml"
@@ -241,7 +266,7 @@ def test_two_parameters_cells_are_an_error(tmp_path, write_notebook):
 def test_the_repositorys_notebooks_match_the_parameters(repository):
     for name in FILES:
         experiments = params.load_variants(repository / "params" / f"{name}.yaml", root=repository, absent=[])
-        for experiment in experiments.values():
+        for experiment in (experiment for domains in experiments.values() for experiment in domains.values()):
             params.check_notebooks(experiment, repository / "notebooks")
 
 

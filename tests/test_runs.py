@@ -238,8 +238,8 @@ def test_selection_listing_and_variants(study):
     assert code == 2 and "no notebook has the number '09'; there are 01_latent_model, 03_aasd" in shown
     code, shown = study.run(domains=("serch",))
     assert code == 2 and "did you mean search?" in shown
-    code, shown = study.run(domains=("tool",))
-    assert code == 2 and "the notebooks do not run the tool domain yet" in shown
+    study.run(domains=("tool",), only=("01",), variants=("two",))
+    assert (study.root / "runs" / "tiny" / "two" / "tool" / "01_latent_model" / "model.txt").is_file()
     code, shown = study.run(variants=("tow",))
     assert code == 2 and "did you mean two?" in shown
 

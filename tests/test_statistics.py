@@ -294,7 +294,7 @@ def test_mode_share_gives_the_share_and_hardness_of_every_turn_position():
 def test_readable_summary_shows_percent_with_intervals(questions):
     text = statistics.readable(statistics.summarise(questions, resamples=RESAMPLES))
     assert list(text.index) == ["base", "stage1", "alar"]
-    assert text.loc["base", "EM − base, points"] == "+0.0 [+0.0, +0.0]"
+    assert text.loc["base", "accuracy − base, points"] == "+0.0 [+0.0, +0.0]"
     without = statistics.summarise(questions[questions["system"] == "alar"], resamples=RESAMPLES)
     assert statistics.readable(without).loc["alar", "fewer tokens %"] == "–"
 

@@ -38,10 +38,10 @@ from alar.figures.style import (
 
 _BARS = "bars: 95 % intervals, paired bootstrap"
 _METRIC_TITLES = {
-    "em": "Exact match (%)",
+    "em": "Accuracy (%)",
     "tokens": "Tokens per question",
     "latent_share": "Latent share of turns (%)",
-    "em_difference": "EM − {reference} (points)",
+    "em_difference": "Accuracy − {reference} (points)",
     "token_reduction": "Fewer tokens than {reference} (%)",
 }
 _SHARES = ("em", "latent_share", "em_difference", "token_reduction")
@@ -84,7 +84,7 @@ def accuracy_against_tokens(summary: Source, *, scale: str = MEASURED) -> tuple[
 
 @styled
 def stages(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
-    """EM, tokens and latent share of every system, over all questions."""
+    """Accuracy, tokens and latent share of every system, over all questions."""
     rows = _rows(summary, "all")
     figure = new_figure(PAGE, 0.9 + 0.21 * len(rows))
     grid = figure.subplots(1, 3, sharey=True)
@@ -95,7 +95,7 @@ def stages(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFr
 
 @styled
 def question_types(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
-    """EM and tokens of every system, one column per question type."""
+    """Accuracy and tokens of every system, one column per question type."""
     summary = tables.read(summary, tables.SUMMARY)
     types = [name for name in tables.in_order(summary["question_type"], tables.QUESTION_TYPES) if name != "all"]
     shown = summary[summary["question_type"].isin(types)]
@@ -117,7 +117,7 @@ def question_types(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, p
 
 @styled
 def controls(summary: Source, *, reference: str = "intact", scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
-    """EM under each tampering with z at inference, and its difference from the untouched latents."""
+    """Accuracy under each tampering with z at inference, and its difference from the untouched latents."""
     rows = _rows(summary, "all", tables.CONTROLS)
     _demand_system(rows, reference)
     figure = new_figure(PAGE, 0.9 + 0.21 * len(rows))
@@ -137,9 +137,9 @@ def oracle(
     token_margin: float = 1.25,
     scale: str = MEASURED,
 ) -> tuple[Figure, pd.DataFrame]:
-    """EM and tokens beside the oracle router's, with the band in which a router counts as close to it.
+    """Accuracy and tokens beside the oracle router's, with the band in which a router counts as close to it.
 
-    The band reaches `em_margin` below the oracle's EM and to `token_margin` times its tokens.
+    The band reaches `em_margin` below the oracle's accuracy and to `token_margin` times its tokens.
     """
     rows = _rows(summary, "all")
     yardstick = _demand_system(rows, reference)

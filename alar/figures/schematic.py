@@ -157,7 +157,7 @@ def _recurrence(board: _Board, num_latent: int) -> None:
 
 def _training(board: _Board, num_latent: int) -> None:
     stages = [
-        ("base", "explicit teacher;\nkeep EM = 1", GREY, "sampled trajectories that succeed"),
+        ("base", "explicit teacher;\nkeep the correct", GREY, "sampled trajectories that succeed"),
         ("AASD", "every CoT → latent block;\nloss on tags and actions", SKY, "stage 1: always latent"),
         ("mode warm-up", "a fair coin per turn:\nlatent block or text", ORANGE, "both modes become fluent"),
         ("AR-GRPO", "reward: success, latent\nshare, diversity, length", GREEN, "learns when to think"),

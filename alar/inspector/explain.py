@@ -46,7 +46,7 @@ def explicit_thought(bench: Bench, site: Site, *, max_new_tokens: int = 256) -> 
     bench.engine.release([0])
     text = codec.text(output.ids)
     thought = text.partition(protocol.THINK_OPEN)[2].partition(protocol.THINK_CLOSE)[0]
-    return thought, protocol.parse_turn(text, bench.actions)
+    return thought, bench.form.parse(text)
 
 
 def explain(record: LatentRecord, bench: Bench, site: Site, *, max_new_tokens: int = 256) -> Explanation:
@@ -59,10 +59,10 @@ def explain(record: LatentRecord, bench: Bench, site: Site, *, max_new_tokens: i
         site.block.turn,
         pseudo_text(record, site.block.turn),
         thought,
-        _action(recorded.action, recorded.argument),
-        _action(turn.action, turn.argument),
+        _action(bench.form, recorded.action, recorded.argument),
+        _action(bench.form, turn.action, turn.argument),
     )
 
 
-def _action(action: str | None, argument: str) -> str:
-    return "" if action is None else protocol.action_text(action, argument)
+def _action(form: protocol.Form, action: str | None, argument: str) -> str:
+    return "" if action is None else form.action(action, argument)

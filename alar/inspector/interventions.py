@@ -84,9 +84,14 @@ class Effect:
     @property
     def to_donor_kind(self) -> float:
         """Whether the action became one of the donor's kind, "search" or "answer" for example; NaN if it was of that kind."""
-        kinds = [_TAG.match(text) for text in (self.reference, self.donor_action, self.action)]
-        reference, donor, own = (found and found[1] for found in kinds)
-        return float("nan") if donor is None or donor == reference else float(own == donor)
+        reference, donor, own = map(_kind, (self.reference, self.donor_action, self.action))
+        return float("nan") if not donor or donor == reference else float(own == donor)
+
+
+def _kind(action: str) -> str:
+    """The name of its tag; "text" for an answer without one."""
+    found = _TAG.match(action)
+    return found[1] if found else "text" if action else ""
 
 
 def replaced(
@@ -147,7 +152,7 @@ def _order(rng: np.random.Generator, total: int, step: int | None) -> np.ndarray
 class Bench:
     """Interventions on the turns of one engine's model. `mean` (K, H) serves "mean".
 
-    At most `max_new_tokens` tokens are written behind `</latent>`, up to one of the `stop` strings; `stop` and `actions` are the
+    At most `max_new_tokens` tokens are written behind `</latent>`, up to one of the `stop` strings; `stop` and `form` are the
     domain's (the search domain's by default). Random draws depend on `seed`, question, turn and intervention only. Make a new
     bench when the weights change.
     """
@@ -159,12 +164,12 @@ class Bench:
         mean: np.ndarray | None = None,
         max_new_tokens: int = 64,
         stop: tuple[str, ...] = protocol.SEARCH_STOPS,
-        actions: tuple[str, ...] = protocol.SEARCH_ACTIONS,
+        form: protocol.Form = protocol.SEARCH,
         seed: int = 0,
         batch_size: int = 64,
     ):
         self.engine, self.model, self.codec = engine, engine.model, engine.codec
-        self.actions, self.mean, self.seed, self.batch_size = actions, mean, seed, batch_size
+        self.form, self.mean, self.seed, self.batch_size = form, mean, seed, batch_size
         self.sampling = Sampling(max_new_tokens, 0.0, stop=stop)
         self._references: dict[Site, str] = {}
         self._prefix: tuple[Site, list[tuple[Tensor, Tensor]]] | None = None  # the last site's keys and values

@@ -5,6 +5,7 @@
 | type | class | question type |
 | hard | class | whether this turn needs a computation |
 | query_entity | name | what the next search asks about, of turns that search |
+| function | name | what the next call calls first, of turns that call |
 | bridge_entity | name | the territory between the two hops, of bridge questions |
 | number | class | a numeric answer, above or below the median of its question type |
 
@@ -33,8 +34,9 @@ from alar.inspector.lens import token_embeddings
 from alar.rollout.codec import Codec
 from alar.search.world import world
 from alar.statistics import bootstrap_mean, paired_bootstrap
+from alar.tool.protocol import parse_calls
 
-TARGETS = {"type": "class", "hard": "class", "query_entity": "name", "bridge_entity": "name", "number": "class"}
+TARGETS = {"type": "class", "hard": "class", "query_entity": "name", "function": "name", "bridge_entity": "name", "number": "class"}
 _QUERY_SUFFIXES = (" currency", " languages")
 
 
@@ -55,6 +57,7 @@ def _labels(site: Site) -> dict:
         "type": question.type or None,
         "hard": "hard" if number in question.hard_turns else "easy",
         "query_entity": _entity(turn.argument) if turn.action == "search" else None,
+        "function": _function(turn.argument) if turn.action == "call" else None,
         "bridge_entity": _bridge(question) if question.type == "bridge" and question.world else None,
         "number": float(answer) if answer.isdigit() else float("nan"),
     }
@@ -64,6 +67,11 @@ def _entity(query: str) -> str | None:
     for suffix in _QUERY_SUFFIXES:
         query = query.removesuffix(suffix)
     return query or None
+
+
+def _function(text: str) -> str | None:
+    calls, _ = parse_calls(text)
+    return calls[0]["name"] if calls else None
 
 
 def _bridge(question) -> str | None:

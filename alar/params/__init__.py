@@ -1,8 +1,10 @@
 """Parameter files: reading, checking as a whole, and flattening for one notebook.
 
 A file is a YAML mapping of sections (`alar.params.sections`). It may say `extends: other.yaml` (beside it, one level)
-and hold `variants:`, a mapping from a name to sections that differ and, optionally, `only: ["01", "03"]`.
-Layers are merged in this order: defaults, the extended file, the file, the variant, `section.key=value` overrides.
+and hold `variants:`, a mapping from a name to sections that differ and, optionally, `only: ["01", "03"]`. A domain's name,
+`search:` or `tool:`, holds the sections that differ in that domain, at the top of a file or in a variant.
+Layers are merged in this order: defaults, the extended file, the file, the variant, each of them followed by what it says
+about the domain, then `section.key=value` overrides.
 Nothing runs before everything has been checked, and all problems are reported at once, each with its file, key and
 remedy. What a notebook receives is decided by its own `parameters` cell (`alar.params.notebooks`), so that a misspelt
 name can be neither injected nor ignored.
@@ -17,7 +19,7 @@ from pydantic import ValidationError
 
 from alar.params.notebooks import NotebookError, declared_parameters, numbered
 from alar.params.files import ParameterError, did_you_mean, kind_of, parse_value, read_document, shown_path
-from alar.params.sections import OWN_SECTION, Experiment, field_kind, section_models
+from alar.params.sections import DOMAINS, OWN_SECTION, Experiment, field_kind, section_models
 
 RUN_FOLDER_NAME = "run_dir"  # injected by the runner, with `domain`
 NOT_INJECTED = {"name", "domains"}  # of section `run`: they choose folders, no notebook reads them
@@ -27,31 +29,54 @@ DATA_FILES = (".jsonl", ".json", ".parquet")  # a value that ends so is meant as
 Absent = tuple[str, str, str]  # (section, key, value) of a location that does not exist
 
 
-def load(path: str | Path, overrides: Iterable[str] = (), *, variant: str | None = None,
+def load(path: str | Path, overrides: Iterable[str] = (), *, variant: str | None = None, domain: str | None = None,
          root: str | Path = ".", absent: list[Absent] | None = None) -> Experiment:
-    """The experiment that a file describes (one of its variants, if named).
+    """The experiment that a file describes (one of its variants, if named) in a domain: its first one, if none is named.
 
     overrides: "section.key=value", later ones win. root: where relative locations are looked up besides the current
     folder. absent: a list that takes the locations that do not exist, which are a problem without it. Raises
-    ParameterError with every problem found.
+    ParameterError with every problem found, in the parts of the other domain too.
     """
-    return _assemble(shown_path(path), tuple(overrides), variant, Path(root), absent)
+    return _all_domains(shown_path(path), tuple(overrides), variant, Path(root), absent, domain)[domain or ""]
 
 
 def load_variants(path: str | Path, overrides: Iterable[str] = (), *, root: str | Path = ".",
-                  absent: list[Absent] | None = None) -> dict[str, Experiment]:
-    """Variant name → experiment, in file order; {"": experiment} for a file without variants."""
+                  absent: list[Absent] | None = None) -> dict[str, dict[str, Experiment]]:
+    """Variant name → domain → experiment, in file order; the one variant of a file without them is "".
+
+    The domains are those of the variant's `run.domains`.
+    """
     path, overrides = shown_path(path), tuple(overrides)
     names = list(read_document(path)[1]) or [""]
     experiments, problems = {}, []
     for name in names:
         try:
-            experiments[name] = _assemble(path, overrides, name or None, Path(root), absent)
+            found = _all_domains(path, overrides, name or None, Path(root), absent)
+            experiments[name] = {domain: found[domain] for domain in found[""].run.domains}
         except ParameterError as error:
             problems += error.problems
     if problems:
         raise ParameterError(problems)
     return experiments
+
+
+def _all_domains(path: Path, overrides: tuple[str, ...], variant: str | None, root: Path, absent: list[Absent] | None,
+                 wanted: str | None = None) -> dict[str, Experiment]:
+    """Domain → experiment; "" is the first of `run.domains`. Domains that are not run are checked, but for their locations."""
+    experiments, problems = {}, []
+    try:
+        domains = _assemble(path, overrides, variant, "", root, []).run.domains
+    except ParameterError as error:
+        domains, problems = [], error.problems
+    for domain in DOMAINS:
+        run = domain in domains or domain == wanted
+        try:
+            experiments[domain] = _assemble(path, overrides, variant, domain, root, absent if run else [])
+        except ParameterError as error:
+            problems = [*problems, *(problem for problem in error.problems if problem not in problems)]
+    if problems:
+        raise ParameterError(problems)
+    return experiments | {"": experiments[domains[0]]}
 
 
 def flatten(experiment: Experiment, notebook: str | Path, *, domain: str | None = None,
@@ -138,8 +163,9 @@ def _available(experiment: Experiment, stem: str) -> dict[str, Any]:
     return {name: values[section][key] for name, (section, key) in _names(stem).items()}
 
 
-def _assemble(path: Path, overrides: tuple[str, ...], variant: str | None, root: Path,
+def _assemble(path: Path, overrides: tuple[str, ...], variant: str | None, domain: str, root: Path,
               absent: list[Absent] | None) -> Experiment:
+    """One domain's experiment; with "" for the domain, what all domains share."""
     sections, variants, extends = read_document(path)
     layers: list[tuple[str, dict]] = []
     if extends:
@@ -168,7 +194,7 @@ def _assemble(path: Path, overrides: tuple[str, ...], variant: str | None, root:
     problems: list[str] = []
     merged: dict[str, dict[str, Any]] = {}
     where: dict[tuple[str, str], str] = {}
-    for source, content in layers:
+    for source, content in _with_domain(layers, domain, problems):
         for section, values in content.items():
             if section not in section_models():
                 problems.append(f"{source}: {section}: unknown section{did_you_mean(section, section_models())}"
@@ -204,6 +230,18 @@ def _assemble(path: Path, overrides: tuple[str, ...], variant: str | None, root:
         raise ParameterError(problems)
     stated = tuple((section, key, source) for (section, key), source in where.items())
     return experiment.model_copy(update={"only": only, "stated": stated})
+
+
+def _with_domain(layers: list[tuple[str, dict]], domain: str, problems: list[str]) -> Iterable[tuple[str, dict]]:
+    """Every layer without its domains' parts, and then the part of this domain."""
+    for source, content in layers:
+        yield source, {section: values for section, values in content.items() if section not in DOMAINS}
+        if not isinstance(own := content.get(domain), dict | None):
+            problems.append(f"{source}: {domain}: must hold sections, not {own!r}")
+        elif own and "run" in own:
+            problems.append(f"{source}: {domain}.run: belongs to all domains; move it to the top")
+        elif own:
+            yield f"{source}: {domain}", own
 
 
 def _stages(where: str, value: Any) -> tuple[str, ...]:

@@ -7,12 +7,12 @@ of the notebook that uses it; to add a section, add a model, a field of `Experim
 it, a line in `OWN_SECTION`. Reading files is the work of `alar.params`.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Domain = Literal["search", "tool"]
-NOTEBOOK_DOMAINS = ("search",)  # those that the notebooks can run; of the other one, --check knows what it needs
+DOMAINS = get_args(Domain)
 
 # A file or folder. `alar.params` checks that it exists and the stage cache follows its content, not its name.
 Location = Annotated[str, "location"]
@@ -41,6 +41,8 @@ OWN_SECTION = {
 
 # Notebooks that are no part of the study itself: they run when `--only` or a variant's `only` names them.
 ON_REQUEST = ("09_benchmarks", "10_serving")
+# Notebooks about the search domain alone; a run of another domain leaves them out.
+SEARCH_ONLY = ("09_benchmarks", "10_serving")
 
 
 class Section(BaseModel):

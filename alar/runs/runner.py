@@ -20,7 +20,7 @@ from alar.runs import provenance, stages
 from alar.runs.execution import CellFailed, execute
 from alar.jsonl import replacing, write_json
 from alar.params.notebooks import NotebookError, numbered
-from alar.params.sections import NOTEBOOK_DOMAINS, ON_REQUEST, Experiment
+from alar.params.sections import ON_REQUEST, SEARCH_ONLY, Experiment
 from alar.runs.terminal import Terminal, duration
 
 RUN_LOCK = "run"
@@ -58,11 +58,6 @@ def main(request: Request, *, root: Path, notebooks_dir: Path | None = None, lis
     terminal = terminal or Terminal()
     try:
         jobs = plan(request, root, notebooks_dir or root / "notebooks")
-        for job in jobs:
-            if job.domain not in NOTEBOOK_DOMAINS:
-                raise params.ParameterError([
-                    f"{request.params}: run.domains: the notebooks do not run the {job.domain} domain yet, only "
-                    f"{', '.join(NOTEBOOK_DOMAINS)}: choose with --domain {NOTEBOOK_DOMAINS[0]}"])
         if list_only:
             for job in jobs:
                 _list(job, root, terminal)
@@ -105,22 +100,25 @@ def plan(request: Request, root: Path, notebooks_dir: Path, *, absent: list[para
     if not available:
         raise NotebookError(f"{notebooks_dir}: holds no notebook named NN_name.ipynb")
     problems = []
-    for experiment in experiments.values():
+    for experiment in (experiment for domains in experiments.values() for experiment in domains.values()):
         try:
             params.check_notebooks(experiment, notebooks_dir)
         except params.ParameterError as error:
-            problems += error.problems
+            problems += [problem for problem in error.problems if problem not in problems]
     if problems:
         raise params.ParameterError(problems)
     jobs = []
-    for name, experiment in experiments.items():
+    for name, domains in experiments.items():
         if request.variants and name not in request.variants:
             continue
-        chosen = _choose(available, request.only, request.start, experiment.only)
-        home = (request.run_dir or root / "runs" / experiment.run.name) / name
-        for domain in experiment.run.domains:
+        for domain, experiment in domains.items():
+            chosen = _choose(available, request.only, request.start, experiment.only, domain)
+            home = (request.run_dir or root / "runs" / experiment.run.name) / name
             label = " · ".join(filter(None, [experiment.run.name, name, domain]))
-            jobs.append(_Job(label, experiment, domain, home / domain, chosen))
+            if chosen:
+                jobs.append(_Job(label, experiment, domain, home / domain, chosen))
+    if not jobs:
+        raise NotebookError(f"the notebooks {', '.join(SEARCH_ONLY)} are about the search domain: choose --domain search")
     return jobs
 
 
@@ -168,7 +166,8 @@ def run(job: _Job, request: Request, root: Path, terminal: Terminal) -> None:
     terminal.summary(job.run_dir, seconds)
 
 
-def _choose(available: list[Path], only: tuple[str, ...], start: str, limited: tuple[str, ...]) -> tuple[Path, ...]:
+def _choose(available: list[Path], only: tuple[str, ...], start: str, limited: tuple[str, ...],
+            domain: str) -> tuple[Path, ...]:
     def check(given):
         if not any(_is(notebook, given) for notebook in available):
             raise NotebookError(f"no notebook has the number {given!r}; there are "
@@ -184,7 +183,7 @@ def _choose(available: list[Path], only: tuple[str, ...], start: str, limited: t
     if start:
         first = next(i for i, n in enumerate(available) if _is(n, start))
         chosen = [n for n in chosen if n in available[first:]]
-    return tuple(chosen)
+    return tuple(n for n in chosen if domain == "search" or n.stem not in SEARCH_ONLY)
 
 
 def _is(notebook: Path, given: str) -> bool:

@@ -106,7 +106,7 @@ def bar_line(row: dict[str, Any], now: float, width: int = BAR_WIDTH) -> str:
 def results_table(path: Path) -> Table:
     """`summary.csv` (over all question types) with 95 % intervals."""
     table = Table(title="Test questions, greedy decoding, 95 % intervals", title_justify="left")
-    for name in ("system", "EM %", "tokens", "token reduction %", "latent share %"):
+    for name in ("system", "accuracy %", "tokens", "token reduction %", "latent share %"):
         table.add_column(name, justify="left" if name == "system" else "right")
     with path.open(newline="", encoding="utf-8") as stream:
         for row in csv.DictReader(stream):

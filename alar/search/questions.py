@@ -15,30 +15,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from dataclasses import dataclass
 
-from alar.records import Question
+from alar.records import Question, Solved, Step
 from alar.search.world import REAL, World, world
 
 TYPES = ("single", "bridge", "comparison", "arithmetic")
 FIRST_VALIDATION_WORLD = 1_000_000  # counterfactual worlds from here on are never trained on
 FIRST_PRETRAINING_WORLD = 2_000_000  # the base model's own worlds, apart from those of every later stage
-
-
-@dataclass(frozen=True)
-class Step:
-    """One turn of the expert: the thought, then `search` or `answer` with its argument."""
-
-    thought: str
-    action: str
-    argument: str
-
-
-@dataclass(frozen=True)
-class Solved:
-    question: Question
-    steps: tuple[Step, ...]
-
 
 _ATTRIBUTES = {
     "currency": (

@@ -203,8 +203,8 @@ def readable(summary: pd.DataFrame, question_type: str = "all") -> pd.DataFrame:
     return pd.DataFrame(
         {
             "n": rows["n"],
-            "EM %": cell("em", 100),
-            "EM − base, points": cell("em_difference", 100, "+"),
+            "accuracy %": cell("em", 100),
+            "accuracy − base, points": cell("em_difference", 100, "+"),
             "tokens": cell("tokens", 1),
             "fewer tokens %": cell("token_reduction", 100),
             "turns": rows["turns"].round(2),

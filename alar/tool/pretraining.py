@@ -16,12 +16,13 @@ from alar.tool.protocol import TOOL, parse_calls, responses_text
 
 # What takes longest to learn comes most often.
 MIXTURE = (*questions.CATEGORIES, "multi_turn", "simple", "parallel_multiple")
+HARD_SHARE = 0.6
 FIRST_SEED = 1_000_000  # of the requests that base models are pretrained on; later stages use small seeds
 
 
 def solved(number: int, count: int, seed: int) -> list[questions.Solved]:
     """Batch `number` of the endless stream of training requests."""
-    return questions.solved_questions("train", count, FIRST_SEED + 10_000 * seed + number, MIXTURE)
+    return questions.solved_questions("train", count, FIRST_SEED + 10_000 * seed + number, MIXTURE, hard_share=HARD_SHARE)
 
 
 def observations(item: questions.Solved) -> list[str]:

@@ -34,7 +34,6 @@ _TOOLS_FOOT = (
     "<tool_call></tool_call> XML tags:\n<tool_call>\n"
     '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 )
-_BLOCK = re.compile(r"\s*<(think|latent)>(.*?)</\1>\s*", re.DOTALL)
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _TAG = re.compile(r"</?(?:think|latent|tool_call|tool_response|tools)>")
 
@@ -77,14 +76,7 @@ def parse_calls(text: str) -> tuple[list[dict], str]:
 def parse_turn(text: str) -> Turn:
     """Parse what the policy wrote between two observations: action "call" (its argument is the text of the calls),
     "answer", or None. Never raises."""
-    block = _BLOCK.match(text)
-    if block is None:
-        mode, reasoning, rest = "none", "", text
-        opened = re.match(r"\s*<(think|latent)>", text)
-        problem = f"<{opened[1]}> is never closed" if opened else "the turn does not start with a reasoning block"
-    else:
-        mode, reasoning, rest = block[1], block[2], text[block.end() :]
-        problem = ""
+    mode, reasoning, rest, problem = protocol.leading_block(text, _TAG)
     outside = _CALL.sub("", rest)
     bodies = "\n".join(match[0] for match in _CALL.finditer(rest))
     action, argument = ("call", bodies) if bodies else ("answer", rest.strip())
@@ -92,11 +84,7 @@ def parse_turn(text: str) -> Turn:
     if tagged or not argument:
         action, argument = (None, "") if action == "answer" else (action, argument)
     if not problem:
-        if mode == "latent" and reasoning.strip(protocol.BULLET):
-            problem = "text inside a latent block"
-        elif _TAG.search(reasoning):
-            problem = "a tag inside the reasoning block"
-        elif tagged:
+        if tagged:
             problem = f"{tagged[0]} has no partner" if "tool_call" in tagged[0] else "more than one block"
         elif action is None:
             problem = "neither a call nor an answer"

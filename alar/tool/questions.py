@@ -27,13 +27,14 @@ from pathlib import Path
 from typing import Any, Sequence
 
 from alar.jsonl import write_jsonl
-from alar.records import Question
+from alar.records import Question, Solved, Step
 from alar.tool import arithmetic, world
 from alar.tool.protocol import calls_text
 from alar.tool.requests import Request, request_of
 from alar.tool.schema import Tool
 
 CATEGORIES = ("simple", "multiple", "parallel", "parallel_multiple", "irrelevance", "multi_turn")
+SPLITS = ("train", "validation", "test")
 HARD_SHARE = 0.4  # of the requests that call
 NOTHING_FITS = "None of the functions fits."
 _SENTENCES = {
@@ -44,21 +45,6 @@ _CONNECTIONS = {"train": (" and also ", "; and ", ", then "), "test": (" and the
 _UNITS = (
     ("the days of {0} weeks", 7), ("the months of {0} years", 12), ("the hours of {0} days", 24), ("the minutes of {0} hours", 60)
 )
-
-
-@dataclass(frozen=True)
-class Step:
-    """One turn of the expert: the thought, then "call" or "answer" with its argument."""
-
-    thought: str
-    action: str
-    argument: str
-
-
-@dataclass(frozen=True)
-class Solved:
-    question: Question
-    steps: tuple[Step, ...]
 
 
 @dataclass(frozen=True)
@@ -124,12 +110,12 @@ def sample_call(
     return Call(phrase.tool, arguments, wording.format(**words), working, result)
 
 
-def sample_question(category: str, split: str, rng: random.Random) -> Solved:
+def sample_question(category: str, split: str, rng: random.Random, *, hard_share: float = HARD_SHARE) -> Solved:
     """Draw one request of a category from a split, with its expert steps."""
     if category not in CATEGORIES:
         raise ValueError(f"unknown category {category!r}: expected one of {', '.join(CATEGORIES)}")
     while True:
-        hard = rng.random() < HARD_SHARE
+        hard = rng.random() < hard_share
         if category == "multi_turn":
             solved = _chain(split, rng, hard)
         elif category == "irrelevance":
@@ -235,12 +221,14 @@ def _tools() -> list[Tool]:
     return list({phrase.tool.name: phrase.tool for phrase in world.PHRASES}.values())
 
 
-def solved_questions(split: str, count: int, seed: int, categories: Sequence[str] = CATEGORIES) -> list[Solved]:
+def solved_questions(
+    split: str, count: int, seed: int, categories: Sequence[str] = CATEGORIES, *, hard_share: float = HARD_SHARE
+) -> list[Solved]:
     """`count` distinct requests of a split, the categories in turn; the same arguments always give the same list."""
     rng = random.Random(f"tool {split} {seed}")
     drawn: dict[str, Solved] = {}
     while len(drawn) < count:
-        solved = sample_question(categories[len(drawn) % len(categories)], split, rng)
+        solved = sample_question(categories[len(drawn) % len(categories)], split, rng, hard_share=hard_share)
         drawn.setdefault(solved.question.id, solved)
     return list(drawn.values())
 

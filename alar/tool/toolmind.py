@@ -20,8 +20,11 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Iterable, Sequence
 
+from alar.jsonl import read_jsonl
+from alar.records import Question
 from alar.tool.protocol import calls_text, responses_text
 from alar.tool.requests import Request
 
@@ -64,6 +67,16 @@ def load_rows(records: Iterable[dict]) -> Loaded:
         seen.add(row.id)
         loaded.rows.append(row)
     return loaded
+
+
+def load_questions(path: str | Path) -> list[Question]:
+    """The requests of a JSON lines file's training split. Raises ValueError for a file without any."""
+    loaded = load_rows(read_jsonl(path))
+    found = [row.request.question(row.id, world="toolmind") for row in loaded.rows if split_of(row) == "train"]
+    if not found:
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in loaded.skipped.most_common(3))
+        raise ValueError(f"{path}: no request to train on; {len(loaded.rows)} rows could be read ({reasons or 'none was skipped'})")
+    return found
 
 
 def read_row(record: dict) -> ToolMindRow:

@@ -30,6 +30,7 @@ TARGET_NAMES = {
     "type": "Question type",
     "hard": "Hard or easy turn",
     "query_entity": "Next query's entity",
+    "function": "Next function",
     "bridge_entity": "Bridge entity",
     "number": "Size of the answer",
 }

@@ -24,6 +24,7 @@ from tensordict.tensorclass import NonTensorData
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
+from alar import domains
 from alar.records import Origin, Question, Trajectory
 from alar.rl.rollouts import Summary, mode_plan, rollout_seed
 from alar.rl.verl.data import question_of
@@ -35,17 +36,6 @@ from alar.rollout.engine import Sampling
 from alar.rollout.loop import Environment, run
 
 logger = logging.getLogger(__name__)
-
-
-def build_environment(domain: str = "search", *, backend: str = "tfidf", topk: int = 2, **retrieval) -> Environment:
-    """The environment of a job: for "search" the arguments of `retriever.build`; without a corpus, the embedded worlds."""
-    if domain != "search":
-        raise ValueError(f"environment.domain {domain!r}: expected 'search'")
-    from alar.search import retriever
-    from alar.search.environment import SearchEnvironment
-
-    searcher = retriever.build(backend, **retrieval) if backend != "tfidf" or retrieval.get("corpus") else None
-    return SearchEnvironment(searcher, topk=topk)
 
 
 class LatentOutput(AgentLoopOutput):
@@ -89,8 +79,10 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.job = Job.of(OmegaConf.to_container(self.config.alar, resolve=True))
-        self.environment = build_environment(**self.job.environment)
-        self.codec = Codec(self.tokenizer, self._latent("num_latent"), self._latent("latent_token_id"))
+        self.retrieval = dict(self.job.environment)
+        self.domain = domains.of(self.retrieval.pop("domain", "search"))
+        self.environment: Environment | None = None  # made for the first prompts
+        self.codec = Codec(self.tokenizer, self._latent("num_latent"), self._latent("latent_token_id"), self.domain.form)
 
     def _latent(self, name: str):
         return getattr(self.model_config.hf_config, name)
@@ -128,6 +120,7 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
 
     def _rollouts(self, questions: list[Question], step: int, validate: bool, first_row: int, server: int) -> list[LatentOutput]:
         rl, engine = self.job.rl, self._engine(server)
+        self.environment = self.environment or self.domain.environment(questions, **self.retrieval)
         trajectories = run(
             questions,
             engine,

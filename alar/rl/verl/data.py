@@ -40,6 +40,8 @@ def write_prompts(path: str | Path, questions: Sequence[Question], *, source: st
 
 def _user_turn(question: Question) -> str:
     """The words of the prompt, for people and for verl's tools; the agent loop encodes the question itself."""
+    if question.details:  # a domain whose prompt is more than the user's words
+        return question.text
     return protocol.prompt_text(question.text).removeprefix("<|im_start|>user\n").partition("<|im_end|>")[0]
 
 

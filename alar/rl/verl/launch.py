@@ -104,7 +104,8 @@ def verl_job(
 ) -> Job:
     """A job on all GPUs of this machine (and of as many `nodes`), or in one CPU process; its prompts are written to `folder`.
 
-    `engine`: "hf", the in-process engine, or "vllm". `environment`: the arguments of `agent.build_environment`.
+    `engine`: "hf", the in-process engine, or "vllm". `environment`: the `domain` and the settings of its
+    environment (`alar.domains`).
     """
     folder = Path(folder)
     ordered = [q for step in range(1, rl.steps + 1) for q in prompts_of_step(questions, rl, step)]

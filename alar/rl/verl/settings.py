@@ -44,8 +44,8 @@ def require_verl() -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """`gpus` per node (0: CPU processes, `processes` of them). `environment`: the domain and the arguments of its
-    `build_environment`. `rollout`: "alar_hf", the in-process engine on CPUs, or "alar_vllm". `overrides`: verl's own keys."""
+    """`gpus` per node (0: CPU processes, `processes` of them). `environment`: the domain and the settings of its
+    environment. `rollout`: "alar_hf", the in-process engine on CPUs, or "alar_vllm". `overrides`: verl's own keys."""
 
     model: str
     folder: str

@@ -1,0 +1,105 @@
+"""The two domains behind one interface, so that every notebook runs either: `of("search")`, `of("tool")`.
+
+A domain has questions in three splits, reads those of published sets and files, and makes the environment that answers the
+policy's actions and judges its trajectories. Deliberate: no domain knows of models or engines, so nothing of theirs is here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol, Sequence
+
+from alar import protocol
+from alar.records import Question, Solved
+from alar.rollout.loop import Environment
+from alar.search import questions as search_questions
+from alar.search import retriever
+from alar.search.datasets import load_questions
+from alar.search.environment import SearchEnvironment
+from alar.search.world import REAL
+from alar.tool import bfcl, questions as tool_questions
+from alar.tool.environment import ToolEnvironment
+from alar.tool.protocol import TOOL
+from alar.tool.requests import bfcl_request
+from alar.tool.toolmind import load_questions as load_toolmind
+
+EMBEDDED = "real"  # the name, in `eval.sets`, of a domain's own test split
+
+
+class Domain(Protocol):
+    """`types`: of the embedded questions."""
+
+    name: str
+    form: protocol.Form
+    types: tuple[str, ...]
+
+    def environment(self, asked: Sequence[Question] = (), **settings) -> Environment:
+        """What answers the actions of trajectories over these questions; `settings` are those of section `retrieval`."""
+
+    def training_questions(self, count: int, *, worlds: int, seed: int) -> list[Question]: ...
+
+    def validation_questions(self, count: int) -> list[Question]: ...
+
+    def test_questions(self, count: int) -> list[Question]: ...
+
+    def load_questions(self, source: str | Path, *, limit: int = 0) -> list[Question]:
+        """Those of a published set or a file."""
+
+    def solved_questions(self, count: int, seed: int) -> list[Solved]:
+        """Embedded questions with the expert's steps, the types in turn."""
+
+
+class SearchDomain:
+    name, form, types = "search", protocol.SEARCH, search_questions.TYPES
+    training_questions = staticmethod(search_questions.training_questions)
+    validation_questions = staticmethod(search_questions.validation_questions)
+    test_questions = staticmethod(search_questions.test_questions)
+    load_questions = staticmethod(load_questions)
+
+    def solved_questions(self, count, seed):
+        return search_questions.solved_questions(REAL, count, seed)
+
+    def environment(self, asked=(), *, backend: str = "tfidf", topk: int = 2, corpus: str = "", **retrieval) -> Environment:
+        """Without a corpus or a server every question is asked about its own embedded world."""
+        own = backend == "tfidf" and not corpus
+        return SearchEnvironment(None if own else retriever.build(backend, corpus=corpus, **retrieval), topk=topk)
+
+
+class ToolDomain:
+    name, form, types = "tool", TOOL, tool_questions.CATEGORIES
+    validation_questions = staticmethod(tool_questions.validation_questions)
+    test_questions = staticmethod(tool_questions.test_questions)
+
+    def environment(self, asked=(), **_) -> Environment:
+        """Calls are executed where all of `asked` are about the embedded functions; the others' functions nobody here can run."""
+        embedded = {question.world in tool_questions.SPLITS for question in asked} or {True}
+        if len(embedded) > 1:
+            raise ValueError(
+                "some of these requests call functions that can be executed and some do not (BFCL, ToolMind): ask them in two runs"
+            )
+        return ToolEnvironment(execute=embedded == {True})
+
+    def training_questions(self, count, *, worlds=0, seed):
+        """There are no worlds to choose from: the functions are what they are."""
+        return tool_questions.training_questions(count, seed=seed)
+
+    def solved_questions(self, count, seed):
+        return tool_questions.solved_questions("train", count, seed)
+
+    def load_questions(self, source, *, limit=0):
+        """A category of BFCL, or a file of ToolMind's rows, of which the training split is taken."""
+        if str(source) in bfcl.CATEGORIES:
+            found = [bfcl_request(item).question(item.id, world="bfcl") for item in bfcl.load_category(str(source))]
+        else:
+            found = load_toolmind(source)
+        return found[:limit] if limit else found
+
+
+_DOMAINS: dict[str, Domain] = {domain.name: domain for domain in (SearchDomain(), ToolDomain())}
+
+
+def of(name: str) -> Domain:
+    """The domain of that name. Raises ValueError for any other."""
+    if name not in _DOMAINS:
+        raise ValueError(f"unknown domain {name!r}: expected one of {', '.join(_DOMAINS)}")
+    return _DOMAINS[name]

@@ -1,0 +1,60 @@
+"""`alar.domains`: the same interface for both domains, and refusals that name what is wrong."""
+
+import json
+
+import pytest
+
+from alar import domains
+from alar.params.sections import DOMAINS
+from alar.tool.bfcl import PAPER_CATEGORIES
+from alar.tool.requests import request_of
+
+
+@pytest.mark.parametrize("name", DOMAINS)
+def test_splits_hold_every_type_and_share_no_question(name):
+    domain = domains.of(name)
+    count = 10 * len(domain.types)
+    splits = [
+        domain.training_questions(count, worlds=2, seed=0), domain.validation_questions(count), domain.test_questions(count)
+    ]
+    for split in splits:
+        assert len(split) == count and {question.type for question in split} == set(domain.types)
+    ids = [{question.id for question in split} for split in splits]
+    assert not (ids[0] & ids[1] or ids[0] & ids[2] or ids[1] & ids[2])
+    assert domain.test_questions(5) == splits[2][:5]
+    solved = domain.solved_questions(len(domain.types), 0)
+    assert {item.question.type for item in solved} == set(domain.types)
+    assert domain.environment(splits[2]).form is domain.form
+
+
+def test_an_unknown_domain_is_refused():
+    with pytest.raises(ValueError, match="'serch': expected one of search, tool"):
+        domains.of("serch")
+
+
+def test_calls_are_executed_only_where_their_functions_exist():
+    tool = domains.of("tool")
+    own, foreign = tool.test_questions(3), tool.load_questions(PAPER_CATEGORIES[0], limit=3)
+    assert tool.environment(own).final == tool.environment().final == ("answer",)
+    assert tool.environment(foreign).final == ("answer", "call")
+    with pytest.raises(ValueError, match="ask them in two runs"):
+        tool.environment([*own, *foreign])
+
+
+def test_tool_questions_come_from_a_file_of_toolmind_rows(tmp_path):
+    function = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "int"}}}}}
+    rows = [
+        {"conversations": [{"role": "user", "content": f"add {n}"},
+                           {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": n}}}]}],
+         "tools": [function]}
+        for n in range(40)
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = domains.of("tool").load_questions(path)
+    assert 25 < len(found) < 40, "a part of the rows is for validation and test"
+    assert request_of(found[0]).truth[0][0]["add"]["a"] == [int(found[0].text.split()[1])]
+    assert domains.of("tool").environment(found).final == ("answer", "call")
+    path.write_text(json.dumps(rows[0] | {"tools": []}) + "\n")
+    with pytest.raises(ValueError, match="no request to train on; 0 rows could be read .no functions: 1."):
+        domains.of("tool").load_questions(path)
