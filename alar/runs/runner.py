@@ -6,6 +6,7 @@ an interrupt or a kill is kept. Exit codes: 0 done, 1 a cell failed, 2 the reque
 """
 
 import contextlib
+import shutil
 import signal
 import time
 from dataclasses import dataclass
@@ -138,6 +139,15 @@ def run(job: _Job, request: Request, root: Path, terminal: Terminal) -> None:
             seconds[stem] = record["seconds"], True
             terminal.stage_skipped(k, len(job.notebooks), stem, record["seconds"])
             continue
+        others = [] if request.force else _stages_elsewhere(job, stem, request.run_dir or root / "runs")
+        if other := stages.twin(folder, others, parts):
+            record = stages.adopt(folder, other, parts)
+            executed.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(other.parent / "executed" / notebook.name, executed)
+            provenance.update(job.run_dir, job.experiment, job.domain, str(request.params), stem, record, root)
+            seconds[stem] = record["seconds"], True
+            terminal.stage_skipped(k, len(job.notebooks), stem, record["seconds"], other.parent)
+            continue
         runs.hold_stage(job.run_dir, stem)
         if stages.begin(folder, parts, fresh=request.force):
             reason = "resumed where it was interrupted"
@@ -164,6 +174,12 @@ def run(job: _Job, request: Request, root: Path, terminal: Terminal) -> None:
         provenance.update(job.run_dir, job.experiment, job.domain, str(request.params), stem, record, root)
         seconds[stem] = record["seconds"], False
     terminal.summary(job.run_dir, seconds)
+
+
+def _stages_elsewhere(job: _Job, stem: str, home: Path) -> list[Path]:
+    """The same stage in the run folders of other variants and experiments below `home`, those with its executed notebook."""
+    found = [*home.glob(f"*/{job.domain}/{stem}"), *home.glob(f"*/*/{job.domain}/{stem}")]
+    return [folder for folder in sorted(found) if (folder.parent / "executed" / f"{stem}.ipynb").exists()]
 
 
 def _choose(available: list[Path], only: tuple[str, ...], start: str, limited: tuple[str, ...],

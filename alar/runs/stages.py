@@ -90,6 +90,27 @@ def reason_to_run(folder: Path, parts: dict[str, Any]) -> str:
     return _difference(record["fingerprint"], parts) or _changed_input(folder, record["inputs"]) or _changed_output(folder, record)
 
 
+def twin(folder: Path, others: Iterable[Path], parts: dict[str, Any]) -> Path | None:
+    """The first finished stage among `others` that the one in `folder` would only repeat: made with the same code and parameters,
+    from inputs with the content of those that `folder` would read, its outputs whole."""
+    for other in others:
+        record = None if other == folder else read_record(other / runs.FINISHED)
+        if record and not (_difference(record["fingerprint"], parts) or _changed_input(folder, record["inputs"])
+                           or _changed_output(other, record)):
+            return other
+    return None
+
+
+def adopt(folder: Path, other: Path, parts: dict[str, Any]) -> dict[str, Any]:
+    """Make `folder` a copy of the finished stage `other`; returns its record, which is written last."""
+    begin(folder, parts, fresh=True)
+    record = read_record(other / runs.FINISHED)
+    shutil.copytree(other, folder, dirs_exist_ok=True, ignore=lambda where, names: [n for n in names if n == runs.FINISHED])
+    write_json(folder / runs.FINISHED, record)
+    (folder / runs.UNFINISHED).unlink(missing_ok=True)
+    return record
+
+
 def begin(folder: Path, parts: dict[str, Any], *, fresh: bool = False) -> bool:
     """Prepare `folder` for running the stage; True if it goes on from a state it saved under the same conditions."""
     record = read_record(folder / runs.UNFINISHED)

@@ -39,8 +39,9 @@ class Terminal:
         else:
             self.say(f"{self._label}  ({reason})")
 
-    def stage_skipped(self, k: int, n: int, stem: str, seconds: float) -> None:
-        self.say(f"[{k}/{n}] {stem}  finished earlier ({duration(seconds)}), nothing it depends on has changed")
+    def stage_skipped(self, k: int, n: int, stem: str, seconds: float, source: Path | None = None) -> None:
+        where = f"in {source}, from the same code, parameters and inputs" if source else "nothing it depends on has changed"
+        self.say(f"[{k}/{n}] {stem}  finished earlier ({duration(seconds)}), {where}")
 
     def cell(self, k: int, n: int) -> None:
         self._cell = f"cell {k}/{n}"
