@@ -87,7 +87,7 @@ def _which(summary: pd.DataFrame) -> str:
     if patched.empty:
         return ""
     row = patched.iloc[0]
-    values = f"{_span(row, 'mean', 'low', 'high', 1)} nats, control {_span(row, 'control', 'control_low', 'control_high', 1)}"
+    values = _nats(row)
     if _above(patched, LEAST_KL)[row.name]:
         return f"It matters which thought it is: another question's z changes the distribution of the action ({values})."
     if _above(others, LEAST_KL).any():
@@ -115,7 +115,7 @@ def _order(summary: pd.DataFrame) -> str:
     if rows.empty:
         return ""
     row = rows.iloc[0]
-    values = f"{_span(row, 'mean', 'low', 'high', 1)} nats, control {_span(row, 'control', 'control_low', 'control_high', 1)}"
+    values = _nats(row)
     if _above(rows, LEAST_KL)[row.name]:
         return f"The order of the steps matters: reordering them changes the action beyond its control ({values})."
     return f"That the order of the steps matters is not shown ({values})."
@@ -144,6 +144,10 @@ def _whole(summary: pd.DataFrame, measure: str) -> pd.DataFrame:
 
 def _percent(row, *names: str) -> str:
     return _span(row, *(names or ("mean", "low", "high")), 100, "%") + " %"
+
+
+def _nats(row) -> str:
+    return f"{_span(row, 'mean', 'low', 'high', 1)} nats, control {_span(row, 'control', 'control_low', 'control_high', 1)}"
 
 
 def _span(row, mean: str, low: str, high: str, scale: float, kind: str = "") -> str:
