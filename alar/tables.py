@@ -119,7 +119,8 @@ MODE_SHARE = Table(
     {
         "system": "text",
         "question_type": "text",
-        **_numbers("turn", "n", "hard_share"),
+        **_numbers("turn", "n"),
+        "hard": "flag",
         **_interval("latent_share"),
     },
 )

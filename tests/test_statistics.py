@@ -278,7 +278,7 @@ def test_intervals_are_clustered_by_question():
     pd.testing.assert_frame_equal(first[columns], second[columns])
 
 
-def test_mode_share_gives_the_share_and_hardness_of_every_turn_position():
+def test_mode_share_gives_the_share_of_every_turn_position_hard_turns_apart():
     turns = turn_table(
         ["latent", "think", "latent", "latent", "none"],
         [False, True, False, False, False],
@@ -287,7 +287,8 @@ def test_mode_share_gives_the_share_and_hardness_of_every_turn_position():
     )
     share = statistics.mode_share(turns)
     assert list(share.columns) == list(tables.MODE_SHARE.columns)
-    assert share[["turn", "n", "hard_share", "latent_share"]].values.tolist() == [[1, 2, 0, 1], [2, 2, 0.5, 0.5]]
+    assert share[["turn", "n", "hard", "latent_share"]].values.tolist() == [
+        [1, 2, False, 1], [2, 1, False, 1], [2, 1, True, 0]]
     assert share["latent_share_low"].iloc[0] == pytest.approx(statistics.wilson(2, 2).low)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -31,7 +32,7 @@ from alar.figures.style import (
 )
 
 _BLOCK_END = re.compile(r"(?<=</think>)|(?<=</latent>)")
-_HARD_SHARE = 0.5  # a turn position counts as hard when at least half of its turns are
+_BESIDE = 0.16  # hard and easy turns of the same number stand side by side
 
 
 @styled
@@ -144,17 +145,17 @@ def _places(shown: pd.DataFrame, types: list[str]) -> dict[tuple[str, int], floa
 
 
 def _share_panel(axes, rows: pd.DataFrame, places: dict[tuple[str, int], float]) -> None:
+    keys = ["question_type", "turn"]
+    beside = np.where(rows.duplicated(keys, keep=False), np.where(rows["hard"], _BESIDE, -_BESIDE), 0.0)
+    rows = rows.assign(x=beside + [places[key] for key in rows[keys].itertuples(index=False, name=None)])
     for _, line in rows.groupby("question_type"):
-        line = line.sort_values("turn")
-        x = [places[key] for key in zip(line["question_type"], line["turn"], strict=True)]
-        axes.plot(x, line["latent_share"], color=GREY, linewidth=0.8, zorder=1)
+        line = line.sort_values("x")
+        axes.plot(line["x"], line["latent_share"], color=GREY, linewidth=0.8, zorder=1)
     axes.grid(axis="x", visible=False)
-    hard = rows["hard_share"] >= _HARD_SHARE
-    for part, colour, marker in ((rows[~hard], BLUE, "o"), (rows[hard], VERMILLION, "D")):
-        x = [places[key] for key in zip(part["question_type"], part["turn"], strict=True)]
+    for part, colour, marker in ((rows[~rows["hard"]], BLUE, "o"), (rows[rows["hard"]], VERMILLION, "D")):
         interval_bars(
             axes,
-            x,
+            part["x"],
             part["latent_share"],
             part["latent_share_low"],
             part["latent_share_high"],

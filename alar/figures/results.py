@@ -106,7 +106,8 @@ def question_types(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, p
         for axes, question_type in zip(line, types, strict=True):
             rows = shown[shown["question_type"] == question_type]
             _dots(axes, rows, metric, systems)
-            axes.set_title(f"{type_name(question_type)} (n = {int(rows['n'].iloc[0])})" if metric == "em" else "")
+            title = f"{type_name(question_type)}{chr(10) if len(types) > 4 else ' '}(n = {int(rows['n'].iloc[0])})"
+            axes.set_title(title if metric == "em" else "", fontsize=7.5 if len(types) <= 4 else 6.5)
             axes.set_xlim(*_limits(shown, metric))
     for line, label in zip(grid, (_METRIC_TITLES["em"], "Generated tokens"), strict=True):
         for axes in line:

@@ -70,7 +70,9 @@ SYSTEM_COLOURS = {
     "text": VERMILLION,
 }
 SYSTEM_MARKERS = {"base": "*", "stage1": "s", "warmup": "P", "alar": "o", "alar-think": "^", "alar-latent": "v"}
-TYPE_NAMES = {"all": "all questions", "single": "single hop"}
+TYPE_NAMES = {
+    "all": "all questions", "single": "single hop", "parallel_multiple": "parallel, multiple", "multi_turn": "multi-turn"
+}
 
 STYLE = {
     "font.family": "DejaVu Sans",

@@ -160,10 +160,9 @@ def adaptivity(
 
 
 def mode_share(turns: pd.DataFrame, *, level: float = 0.95) -> pd.DataFrame:
-    """Latent share per system, question type and turn number, with Wilson intervals: `tables.MODE_SHARE`.
+    """Latent share per system, question type, turn number and hardness, with Wilson intervals: `tables.MODE_SHARE`.
 
-    A question has one turn of each number, so the turns of one row are independent. `hard_share` is the share of
-    these turns that are marked hard. Turns without a reasoning block are left out.
+    A question has one turn of each number, so the turns of one row are independent. Turns without a reasoning block are left out.
     """
     turns = tables.read(turns, tables.TURNS)
     moded = turns[turns["mode"] != "none"]
@@ -171,7 +170,7 @@ def mode_share(turns: pd.DataFrame, *, level: float = 0.95) -> pd.DataFrame:
     for system in tables.in_order(moded["system"], tables.SYSTEMS):
         for question_type in tables.in_order(moded["question_type"], tables.QUESTION_TYPES):
             part = moded[(moded["system"] == system) & (moded["question_type"] == question_type)]
-            for turn, group in part.groupby("turn", sort=True):
+            for (turn, hard), group in part.groupby(["turn", "hard"], sort=True):
                 share = wilson((group["mode"] == "latent").sum(), len(group), level=level)
                 rows.append(
                     {
@@ -179,7 +178,7 @@ def mode_share(turns: pd.DataFrame, *, level: float = 0.95) -> pd.DataFrame:
                         "question_type": question_type,
                         "turn": int(turn),
                         "n": len(group),
-                        "hard_share": group["hard"].mean(),
+                        "hard": bool(hard),
                         **_named("latent_share", share),
                     }
                 )
