@@ -39,10 +39,9 @@ OWN_SECTION = {
     "10_serving": "serving",
 }
 
-# Notebooks that are no part of the study itself: they run when `--only` or a variant's `only` names them.
+# Notebooks that are no part of the study itself: they run when `--only` or a variant's `only` names them, and in the search
+# domain alone.
 ON_REQUEST = ("09_benchmarks", "10_serving")
-# Notebooks about the search domain alone; a run of another domain leaves them out.
-SEARCH_ONLY = ("09_benchmarks", "10_serving")
 
 
 class Section(BaseModel):

@@ -21,7 +21,7 @@ from alar.runs import provenance, stages
 from alar.runs.execution import CellFailed, execute
 from alar.jsonl import replacing, write_json
 from alar.params.notebooks import NotebookError, numbered
-from alar.params.sections import ON_REQUEST, SEARCH_ONLY, Experiment
+from alar.params.sections import ON_REQUEST, Experiment
 from alar.runs.terminal import Terminal, duration
 
 RUN_LOCK = "run"
@@ -119,7 +119,7 @@ def plan(request: Request, root: Path, notebooks_dir: Path, *, absent: list[para
             if chosen:
                 jobs.append(_Job(label, experiment, domain, home / domain, chosen))
     if not jobs:
-        raise NotebookError(f"the notebooks {', '.join(SEARCH_ONLY)} are about the search domain: choose --domain search")
+        raise NotebookError(f"the notebooks {', '.join(ON_REQUEST)} are about the search domain: choose --domain search")
     return jobs
 
 
@@ -199,7 +199,7 @@ def _choose(available: list[Path], only: tuple[str, ...], start: str, limited: t
     if start:
         first = next(i for i, n in enumerate(available) if _is(n, start))
         chosen = [n for n in chosen if n in available[first:]]
-    return tuple(n for n in chosen if domain == "search" or n.stem not in SEARCH_ONLY)
+    return tuple(n for n in chosen if domain == "search" or n.stem not in ON_REQUEST)
 
 
 def _is(notebook: Path, given: str) -> bool:
