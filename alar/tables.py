@@ -153,6 +153,9 @@ METRICS = Table(
         "mutual_information",
     ),
 )
+LENGTHS = Table(
+    "lengths", "<method>.jsonl", "11_length_rewards", _numbers("step", "reward", "accuracy", "generated_tokens")
+)
 LOSS = Table("loss", "loss.jsonl", "03_aasd and 04_mode_warmup", _numbers("step", "loss"))
 REWARD_SHAPES = Table(
     "reward shapes",
@@ -175,6 +178,22 @@ THROUGHPUT = Table(
     "throughput.csv",
     "10_serving",
     {"route": "text", **_numbers("concurrent", "turns", "tokens", "seconds", "tokens_per_second")},
+)
+METHODS = Table(
+    "methods",
+    "methods.csv",
+    "11_length_rewards and the notebooks after it (alar.baselines.comparison)",
+    {
+        **dict.fromkeys(("domain", "method", "settings"), "text"),
+        "n": "number",
+        **_interval("accuracy"),
+        **_interval("accuracy_difference"),
+        **_interval("tokens"),
+        **_interval("token_reduction"),
+        **_interval("aes"),
+        **_numbers("training_seconds", "training_tokens"),
+        "scale": "text",
+    },
 )
 
 _KINDS = {

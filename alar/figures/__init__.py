@@ -8,12 +8,13 @@ numbers in it; `save` writes both. Colours, sizes and the file formats are in `s
     figures.save(figure, table, "figures", "stages")
 """
 
+from alar.figures.methods import methods
 from alar.figures.modes import latent_share, trajectory
 from alar.figures.results import accuracy_against_tokens, controls, oracle, question_types, stages
 from alar.figures.schematic import method
 from alar.figures.speed import speed, throughput
 from alar.figures.style import save
-from alar.figures.training import LiveDynamics, dynamics, losses, reward_shapes
+from alar.figures.training import LiveDynamics, dynamics, lengths, losses, reward_shapes
 
 __all__ = [
     "LiveDynamics",
@@ -21,8 +22,10 @@ __all__ = [
     "controls",
     "dynamics",
     "latent_share",
+    "lengths",
     "losses",
     "method",
+    "methods",
     "oracle",
     "question_types",
     "reward_shapes",

@@ -25,8 +25,9 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from alar import domains
+from alar.baselines.length_rewards import with_stated_limit
 from alar.records import Origin, Question, Trajectory
-from alar.rl.rollouts import Summary, mode_plan, rollout_seed
+from alar.rl.rollouts import Summary, mode_plan, rollout_seed, validation_mode
 from alar.rl.verl.data import question_of
 from alar.rl.verl.rollout import RemoteEngine, server_name
 from alar.rl.verl.settings import Job
@@ -120,19 +121,21 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
 
     def _rollouts(self, questions: list[Question], step: int, validate: bool, first_row: int, server: int) -> list[LatentOutput]:
         rl, engine = self.job.rl, self._engine(server)
-        self.environment = self.environment or self.domain.environment(questions, **self.retrieval)
+        if self.environment is None:
+            self.environment = with_stated_limit(self.domain.environment(questions, **self.retrieval), rl.length_reward)
         trajectories = run(
             questions,
             engine,
             self.environment,
             Sampling(rl.max_new_tokens, 0.0 if validate else rl.temperature, stop=self.environment.stop),
-            modes="free" if validate else mode_plan(rl, step),
+            modes=validation_mode(rl) if validate else mode_plan(rl, step),
             max_turns=rl.max_turns,
             batch_size=rl.rollout_batch,
             seed=0 if validate else rollout_seed(rl, step),
             first_row=0 if validate else first_row,
         )
-        free = [] if validate else [i for i, t in enumerate(trajectories) if not any(turn.forced_mode for turn in t.turns)]
+        unscored = validate or rl.length_reward
+        free = [] if unscored else [i for i, t in enumerate(trajectories) if not any(turn.forced_mode for turn in t.turns)]
         probabilities = dict(zip(free, engine.latent_probabilities([trajectories[i] for i in free]))) if free else {}
         cached = rl.latents == "cached"
         return [
