@@ -19,7 +19,8 @@ import pytest
 import torch
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from alar.model import embedded, from_base, load_base, save
+from alar.baselines.dual.build import build
+from alar.model import embedded, from_base, load, load_base, save
 from alar.records import Origin
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Engine, Sampling, TurnRequest
@@ -348,6 +349,26 @@ def test_sampled_turns_are_those_of_the_in_process_engine(bench, checkpoint):
     inside = HFEngine(model, codec.tokenizer).generate(requests, nucleus)
     same = sum(one.ids == other.ids for one, other in zip(inside, bench.generate(requests, nucleus)))
     assert same >= len(requests) - 1
+
+
+def test_a_dual_vocabulary_is_constrained_as_in_the_in_process_engine(bench, checkpoint, tmp_path):
+    base = checkpoint("qwen2", 4)[0].parent / "base"
+    dual = build(base, tmp_path / "dual", think_missing="literal", think_end_bias=2.0)
+    model, tokenizer = load(tmp_path / "dual")
+    inside = HFEngine(model, tokenizer)
+    bench.start(tmp_path / "dual")
+    requests = first_requests(inside.codec, random.Random(3), 12)
+    thinking = inside.codec.prompt("x") + inside.codec.think_open
+    requests += [TurnRequest(12 + i, thinking, [], seed=i) for i in range(6)]  # the context ends in the open tag
+    written = []
+    for sampling in (Sampling(max_new_tokens=16, stop=()), Sampling(max_new_tokens=16, temperature=1.5, stop=("</search>",))):
+        for one, other in zip(inside.generate(requests, sampling), bench.generate(requests, sampling)):
+            assert one.ids == other.ids
+            assert np.nanmax(np.abs(np.array(one.logprobs) - np.array(other.logprobs)), initial=0) <= 1e-3
+            written.append(other.ids)
+        inside.reset()
+    assert sum(map(dual.is_mirror, itertools.chain(*written))) > 100
+    assert any(list(dual.think_end_ids) == ids[n : n + 3] for ids in written for n in range(len(ids)))
 
 
 def test_a_released_turn_is_aborted_and_the_others_go_on(bench, checkpoint):

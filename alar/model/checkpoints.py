@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from alar import protocol
+from alar.baselines.dual import vocabulary
 from alar.model.latent import (
     LatentOptions,
     LatentQwen2Config,
@@ -69,7 +70,7 @@ def load_base(base: str | Path, domain: str = "search"):
     return model.eval(), AutoTokenizer.from_pretrained(source)
 
 
-def _base_config(source: str):
+def base_config(source: str):
     """The config of a folder or hub id; OSError that says what to do where neither can be reached."""
     if Path(source).is_dir() and not (Path(source) / "config.json").exists():
         raise FileNotFoundError(f"model.base {source!r} is a folder without config.json: no checkpoint is here")
@@ -100,17 +101,17 @@ def from_base(
     if not 0 <= num_latent <= 16:
         raise ValueError(f"num_latent is {num_latent}: expected 0 to 16")
     source = resolve(base, domain)
-    base_config = _base_config(source)
-    if base_config.model_type not in FAMILIES:
+    origin = base_config(source)
+    if origin.model_type not in FAMILIES:
         raise ValueError(
-            f"{source}: architecture {base_config.model_type!r} has no latent version; supported: "
+            f"{source}: architecture {origin.model_type!r} has no latent version; supported: "
             f"{', '.join(FAMILIES)} (a further one is added at the end of alar/model/latent.py)"
         )
     tokenizer = AutoTokenizer.from_pretrained(source)
     latent_token_id = len(tokenizer)
-    if latent_token_id >= base_config.vocab_size:
+    if latent_token_id >= origin.vocab_size:
         raise ValueError(
-            f"{source}: the embedding table has {base_config.vocab_size} rows and the tokenizer uses all of them; "
+            f"{source}: the embedding table has {origin.vocab_size} rows and the tokenizer uses all of them; "
             "<|latent|> needs a spare row"
         )
     tokenizer.add_special_tokens({"additional_special_tokens": [protocol.LATENT_TOKEN]})
@@ -119,8 +120,8 @@ def from_base(
     unknown = set(projector_options) - set(LatentOptions.__annotations__)
     if unknown:
         raise TypeError(f"unknown projector option {', '.join(sorted(unknown))}")
-    config_class, model_class = FAMILIES[base_config.model_type]
-    settings = base_config.to_dict()
+    config_class, model_class = FAMILIES[origin.model_type]
+    settings = origin.to_dict()
     for name in ("model_type", "architectures", "transformers_version"):
         settings.pop(name, None)
     config = config_class(
@@ -163,6 +164,8 @@ def save(model, tokenizer, folder: str | Path) -> Path:
     with _quiet():
         plain.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
+    if getattr(plain, "dual_vocab", None) is not None:
+        plain.dual_vocab.write(partial)
     _remove(folder)
     return partial.rename(folder)
 
@@ -193,6 +196,7 @@ def load(
     device: torch.device | str | None = None,
 ) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
     """(model, tokenizer) of a latent checkpoint folder or of an ordinary base, ready for inference on `device` (`usual_device`).
+    A folder with a dual vocabulary gives the model that as `dual_vocab`; engines then decode under its constraint.
 
     `dtype` is the trunk's ("auto": as stored); the projector is float32 whatever it is. `num_latent`, if given, must be
     the checkpoint's K. Raises FileNotFoundError or ValueError, never a random projector.
@@ -209,4 +213,5 @@ def load(
     found = getattr(model.config, "num_latent", None)
     if num_latent is not None and found != num_latent:
         raise ValueError(f"{folder}: the checkpoint has K = {found}, but K = {num_latent} was asked for")
+    model.dual_vocab = vocabulary.find(folder)
     return model.eval().to(device or usual_device()), AutoTokenizer.from_pretrained(folder)

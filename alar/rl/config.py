@@ -53,7 +53,7 @@ class RLConfig:
             "credit": ("trajectory", "turn"),
             "schedule": ("constant", "linear"),
             "latents": ("recomputed", "cached"),
-            "trainable": ("lora", "full"),
+            "trainable": ("lora", "full", "rows", "lora+rows"),
             "select": ("best", "last"),
         }
         for name, allowed in choices.items():

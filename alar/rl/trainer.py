@@ -16,6 +16,7 @@ from typing import Callable, Sequence
 
 import torch
 
+from alar.baselines.dual.constraint import PhaseConstraint
 from alar.baselines.length_rewards import with_stated_limit
 from alar.jsonl import replacing
 from alar.records import Origin, Question, Trajectory
@@ -33,7 +34,8 @@ from alar.rl.rollouts import (
     validation_metrics,
     validation_mode,
 )
-from alar.rollout.engine import Sampling
+from alar.rollout.codec import Codec
+from alar.rollout.engine import Sampling, phases_of
 from alar.rollout.hf import HFEngine, policy_logits
 from alar.rollout.loop import run
 from alar.rollout.modes import latent_probabilities
@@ -42,7 +44,8 @@ from alar.train.supervised import merged, trainable_model
 
 @dataclass
 class Batch:
-    """Right-padded tensors (B, T) of some trajectories; `advantages` and `mask` refer to the token at each position."""
+    """Right-padded tensors (B, T) of some trajectories; `advantages`, `mask` and `phases` (of a dual vocabulary: the row of
+    its constraint) refer to the token at each position."""
 
     ids: torch.Tensor
     attention_mask: torch.Tensor
@@ -50,13 +53,17 @@ class Batch:
     mask: torch.Tensor
     advantages: torch.Tensor
     latents: torch.Tensor
+    phases: torch.Tensor
 
     def to(self, device: torch.device) -> Batch:
         return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
 
-def make_batch(trajectories: Sequence[Trajectory], advantages: Sequence[Sequence[float]], pad: int) -> Batch:
-    """`advantages` holds one value per token of each trajectory. The mask is 1 on SAMPLED tokens only."""
+def make_batch(
+    trajectories: Sequence[Trajectory], advantages: Sequence[Sequence[float]], pad: int, codec: Codec | None = None
+) -> Batch:
+    """`advantages` holds one value per token of each trajectory. The mask is 1 on SAMPLED tokens only. `codec` is needed
+    where a dual vocabulary constrains the policy."""
     width = max(len(t.ids) for t in trajectories)
 
     def table(values: Sequence[Sequence], fill, dtype) -> torch.Tensor:
@@ -70,16 +77,24 @@ def make_batch(trajectories: Sequence[Trajectory], advantages: Sequence[Sequence
         table([[o == Origin.SAMPLED for o in t.origins] for t in trajectories], False, torch.bool),
         table(advantages, 0.0, torch.float32),
         torch.cat(z) if z else torch.zeros(0, 0),
+        table([phases_of(t, codec) if codec and codec.dual else [0] * len(t.ids) for t in trajectories], 0, torch.long),
     )
 
 
-def token_logprobs(model, batch: Batch, *, temperature: float, latents: str) -> torch.Tensor:
-    """Log-probs (n,) of the masked tokens in row-major order, under `model`."""
+def token_logprobs(
+    model, batch: Batch, *, temperature: float, latents: str, constraint: PhaseConstraint | None = None
+) -> torch.Tensor:
+    """Log-probs (n,) of the masked tokens in row-major order, under `model`, latent or not, and the constraint if any."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    cached = batch.latents if latents == "cached" and len(batch.latents) else None
-    hidden = base.latent_states(batch.ids, batch.attention_mask, latents=cached).hidden[:, :-1]
+    if hasattr(base, "latent_states"):
+        cached = batch.latents if latents == "cached" and len(batch.latents) else None
+        hidden = base.latent_states(batch.ids, batch.attention_mask, latents=cached).hidden[:, :-1]
+    else:
+        hidden = base.model(batch.ids, batch.attention_mask, use_cache=False).last_hidden_state[:, :-1]
     chosen = batch.mask[:, 1:]
     logits = policy_logits(base, hidden[chosen])
+    if constraint is not None:
+        logits = constraint(logits, batch.phases[:, 1:][chosen])
     if temperature > 0:
         logits = logits / temperature
     return torch.log_softmax(logits, -1).gather(1, batch.ids[:, 1:][chosen][:, None])[:, 0]
@@ -167,13 +182,12 @@ class ARGRPO:
         self.optimizer.zero_grad()
         for part in parts:
             batch = make_batch(
-                [trajectories[i] for i in part], [advantages[i] for i in part], self.tokenizer.pad_token_id
+                [trajectories[i] for i in part], [advantages[i] for i in part], self.tokenizer.pad_token_id, self.engine.codec
             ).to(self.engine.device)
-            logprobs = token_logprobs(self.model, batch, temperature=config.temperature, latents=config.latents)
+            scoring = {"temperature": config.temperature, "latents": config.latents, "constraint": self.engine.constraint}
+            logprobs = token_logprobs(self.model, batch, **scoring)
             with torch.no_grad():
-                reference = token_logprobs(
-                    self.reference, batch, temperature=config.temperature, latents=config.latents
-                )
+                reference = token_logprobs(self.reference, batch, **scoring)
             chosen = batch.mask[:, 1:]
             behaviour, advantage = batch.behaviour[:, 1:][chosen], batch.advantages[:, 1:][chosen]
             ones = torch.ones_like(logprobs, dtype=torch.bool)

@@ -12,6 +12,7 @@ from typing import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from alar import protocol
+from alar.baselines.dual.vocabulary import DualVocab
 from alar.records import Origin
 
 
@@ -19,7 +20,7 @@ class Codec:
     """Encodes prompts, observations and turns for one tokenizer and K = `num_latent` thoughts per block.
 
     `latent_token_id` is None for a base model without latent blocks; asking for one is then an error. `form` is how the
-    turns that it writes look.
+    turns that it writes look. With a `dual` vocabulary, thoughts are written in latent mirrors of their tokens.
     """
 
     def __init__(
@@ -28,16 +29,18 @@ class Codec:
         num_latent: int = 0,
         latent_token_id: int | None = None,
         form: protocol.Form = protocol.SEARCH,
+        dual: DualVocab | None = None,
     ):
         self.tokenizer = tokenizer
         self.num_latent = num_latent
         self.latent_token_id = latent_token_id
         self.form = form
+        self.dual = dual
 
     @classmethod
     def of(cls, model, tokenizer: PreTrainedTokenizerBase, form: protocol.Form = protocol.SEARCH) -> Codec:
-        config = model.config
-        return cls(tokenizer, getattr(config, "num_latent", 0), getattr(config, "latent_token_id", None), form)
+        config, dual = model.config, getattr(model, "dual_vocab", None)
+        return cls(tokenizer, getattr(config, "num_latent", 0), getattr(config, "latent_token_id", None), form, dual)
 
     def trusted(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -90,10 +93,14 @@ class Codec:
         return ids, [origin for tokens, origin in pieces for _ in tokens]
 
     def think_turn(self, thought: str, action: str, argument: str, *, first: bool) -> tuple[list[int], list[Origin]]:
-        """A turn that reasons in text."""
-        text = protocol.think_block(thought) + protocol.BLOCK_SEPARATOR + self.form.action(action, argument)
-        opening, closing = self.form.opening if first else "", self.form.closing
-        ids = self.trusted(opening) + self.untrusted(text) + self.trusted(closing)
+        """A turn that reasons in text, or in its mirrors: NoMirror (a ValueError) if the dual vocabulary lacks one."""
+        acting = protocol.BLOCK_SEPARATOR + self.form.action(action, argument)
+        if self.dual is None:
+            written = self.untrusted(protocol.think_block(thought) + acting)
+        else:
+            mirrors = self.dual.to_mirrors(self.untrusted(thought))
+            written = [*self.dual.think_start_ids, *mirrors, *self.dual.think_end_ids, *self.untrusted(acting)]
+        ids = self.trusted(self.form.opening if first else "") + written + self.trusted(self.form.closing)
         return ids, [Origin.SAMPLED] * len(ids)
 
     @cached_property
@@ -108,8 +115,9 @@ class Codec:
         return table
 
     def text(self, ids: list[int]) -> str:
-        """Decode for people and for parsing: latent positions as bullets, special tokens dropped."""
-        bullet = protocol.BULLET.encode()
+        """Decode for people and for parsing: latent positions as bullets, mirrors as the text of their sources, special tokens
+        dropped."""
+        bullet, ids = protocol.BULLET.encode(), ids if self.dual is None else self.dual.to_source(ids)
         table = self.piece_bytes
         pieces = (bullet if i == self.latent_token_id else table[i] if i < len(table) else b"" for i in ids)
         return b"".join(pieces).decode("utf-8", errors="replace")

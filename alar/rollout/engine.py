@@ -19,7 +19,8 @@ from typing import Sequence
 import numpy as np
 
 from alar import protocol
-from alar.records import Origin
+from alar.baselines.dual.vocabulary import ThinkPhase
+from alar.records import Origin, Trajectory
 from alar.rollout.codec import Codec
 
 
@@ -101,6 +102,23 @@ class Engine(ABC):
         return [outputs[request.session] for request in requests]
 
 
+def phases_of(trajectory: Trajectory, codec: Codec) -> list[int]:
+    """For every token of a trajectory the row of the dual vocabulary's constraint under which it was written, 0 where it was
+    not: as the engines knew it, by the same `TurnWriter`."""
+    phases, ids, origins = [0] * len(trajectory.ids), trajectory.ids, trajectory.origins
+    for turn in trajectory.turns:
+        opens = origins[turn.start] == Origin.SAMPLED  # a forced opening comes before what the context ends in
+        writer = TurnWriter(
+            codec,
+            TurnRequest(0, ids[: turn.start] if opens else (), (), allow_latent=False),
+            Sampling(max_new_tokens=len(ids) + 1, stop=()),
+        )
+        for place in range(turn.start, turn.end):
+            phases[place] = writer.phase
+            writer.push(ids[place], float("nan"))
+    return phases
+
+
 class TurnWriter:
     """State of one turn being written; `forced()` is what must come next, `push` takes what was written."""
 
@@ -120,6 +138,14 @@ class TurnWriter:
         tail = codec.text(list(request.ids)[-8:]).encode() if not request.forced else b""
         if self.allow_latent and tail.endswith(self._TAGS[0]):
             self._open_block()
+        self.think_phase = None if codec.dual is None else ThinkPhase(codec.dual.think_end_ids)
+        if self.think_phase is not None and tail.rstrip().endswith(self._TAGS[1]):  # templates end in `<think>\n`
+            self.in_think, self.think_phase.row = True, 1
+
+    @property
+    def phase(self) -> int | None:
+        """Of a dual vocabulary: the row of `PhaseConstraint` for the next token."""
+        return None if self.think_phase is None else self.think_phase.row
 
     def forced(self) -> tuple[int, Origin] | None:
         """The next token if it is not the policy's to choose."""
@@ -144,6 +170,8 @@ class TurnWriter:
         self.tail = (self.tail + piece)[-self._WINDOW - len(piece) :]
         if b">" in piece:
             self._see_tags(len(piece))
+        if self.think_phase is not None:
+            self.think_phase.push(token_id, self.in_think)
         if origin is Origin.SAMPLED and token_id == self.eos:
             out.finish = "eos"
         elif not out.finish and len(out.ids) >= self.sampling.max_new_tokens and not self.queue:

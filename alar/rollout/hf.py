@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from alar.baselines.dual.constraint import PhaseConstraint
 from alar.model.attention import attention_of
 from alar.records import Origin
 from alar.rollout.cache import SLOT_ATTENTION, Slot, SlotCache, StepLayout
@@ -90,6 +91,8 @@ class HFEngine(Engine):
         self.step_tokens = step_tokens
         self.device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
+        dual = self.codec.dual
+        self.constraint = None if dual is None else PhaseConstraint(tokenizer, dual, self.device)
         self.group = model.config.num_attention_heads // model.config.num_key_value_heads
         self.cache = SlotCache(model.config, self.dtype, self.device)
         self.slot_of: dict[int, Slot] = {}  # session → slot
@@ -267,7 +270,10 @@ class HFEngine(Engine):
         for sampling, places in choosing.items():
             states = hidden if len(places) == len(rows) else hidden[places]
             draws = [rows[index].draws.random() for index in places] if sampling.temperature > 0 else None
-            tokens, logprobs = choose(policy_logits(self.model, states), sampling, draws)
+            logits = policy_logits(self.model, states)
+            if self.constraint is not None:
+                logits = self.constraint(logits, [rows[index].writer.phase for index in places])
+            tokens, logprobs = choose(logits, sampling, draws)
             for index, token, logprob in zip(places, tokens, logprobs):
                 rows[index].write(token, logprob)
 

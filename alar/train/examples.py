@@ -48,14 +48,14 @@ def rewrite(trajectory: Trajectory, codec: Codec, latent_turns: Sequence[bool]) 
 
 def aasd_examples(trajectories: Sequence[Trajectory], codec: Codec) -> list[Example]:
     """Every turn latent."""
-    return [rewrite(item, codec, [True] * len(item.turns)) for item in _usable(trajectories)]
+    return [rewrite(item, codec, [True] * len(item.turns)) for item in usable(trajectories)]
 
 
 def warmup_examples(trajectories: Sequence[Trajectory], codec: Codec, probability: float, seed: int) -> list[Example]:
     """Each turn latent with `probability`, else the teacher's text."""
     rng = random.Random(f"mode warm-up {seed}")
     return [
-        rewrite(item, codec, [rng.random() < probability for _ in item.turns]) for item in _usable(trajectories)
+        rewrite(item, codec, [rng.random() < probability for _ in item.turns]) for item in usable(trajectories)
     ]
 
 
@@ -64,7 +64,8 @@ def at_most(examples: Sequence[Example], count: int, seed: int) -> list[Example]
     return random.Random(seed).sample(examples, count) if 0 < count < len(examples) else list(examples)
 
 
-def _usable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+def usable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """The correct, well-formed ones. ValueError if there are none."""
     kept = [item for item in trajectories if item.correct and item.well_formed]
     if not kept:
         raise ValueError(

@@ -20,6 +20,7 @@ from alar.train.distributed import collect, num_processes, sharded_copy
 from alar.train.examples import Example, SimilarBatches, collate
 
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+TRAINABLE = ("lora", "full", "rows", "lora+rows")
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class SupervisedConfig:
     warmup_ratio: float = 0.03
     weight_decay: float = 0.0
     latent_gradient: str = "published"
-    trainable: str = "lora"  # "lora" | "full"
+    trainable: str = "lora"  # "lora" | "full", and of a dual vocabulary: "rows" | "lora+rows"
     lora_rank: int = 16
     lora_alpha: int = 32
     seed: int = 0
@@ -47,20 +48,42 @@ class SupervisedConfig:
 
 
 def trainable_model(model, trainable: str, *, lora_rank: int, lora_alpha: int, train_projector: bool = True):
-    """Mark what trains: LoRA on q, k, v, o ("lora") or every weight ("full"); the projector by `train_projector`."""
-    if trainable == "lora":
-        config = LoraConfig(
-            r=lora_rank, lora_alpha=lora_alpha, target_modules=LORA_TARGETS, lora_dropout=0.0, task_type="CAUSAL_LM"
-        )
-        wrapped = get_peft_model(model, config)
-    elif trainable == "full":
+    """Mark what trains: LoRA on q, k, v, o ("lora") or every weight ("full"); the projector by `train_projector`.
+
+    Of a dual vocabulary, "rows" trains the latent rows of embedding and head alone, "lora+rows" both. Visible rows are no
+    parameters then: neither gradient nor weight decay reaches them.
+    """
+    if trainable not in TRAINABLE:
+        raise ValueError(f"trainable {trainable!r}: expected one of {', '.join(TRAINABLE)}")
+    rows = _latent_rows(model) if "rows" in trainable else None
+    if trainable == "full":
         wrapped = model.requires_grad_(True)
     else:
-        raise ValueError(f"trainable {trainable!r}: expected 'lora' or 'full'")
+        config = LoraConfig(
+            r=lora_rank,
+            lora_alpha=lora_alpha,
+            target_modules=LORA_TARGETS,
+            lora_dropout=0.0,
+            task_type="CAUSAL_LM",
+            trainable_token_indices=rows,
+        )
+        wrapped = get_peft_model(model, config)
+        if trainable == "rows":
+            for name, parameter in wrapped.named_parameters():
+                parameter.requires_grad_(parameter.requires_grad and "lora_" not in name)
     projector = getattr(model.model, "projector", None)
     if projector is not None:
         projector.requires_grad_(train_projector)
     return wrapped
+
+
+def _latent_rows(model) -> dict[str, list[int]]:
+    """Module name → latent rows; a head that is tied to the embedding follows it."""
+    dual = getattr(model, "dual_vocab", None)
+    if dual is None:
+        raise ValueError("trainable names latent rows, but this model has no dual vocabulary; use 'lora' or 'full'")
+    tied = model.config.tie_word_embeddings
+    return {name: list(range(dual.V, dual.V + dual.L)) for name in (["embed_tokens"] if tied else ["embed_tokens", "lm_head"])}
 
 
 def merged(model):
@@ -82,7 +105,9 @@ class LatentTrainer(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         extra = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
-        outputs = model(**inputs, latent_gradient=self.latent_gradient, **extra)
+        if hasattr(model.config, "num_latent"):  # an ordinary checkpoint has no latents to attach
+            inputs = inputs | {"latent_gradient": self.latent_gradient}
+        outputs = model(**inputs, **extra)
         # the labelled tokens are counted over all processes, whose gradients are then averaged
         loss = outputs.loss * (self.args.world_size if extra else 1)
         return (loss, outputs) if return_outputs else loss
@@ -114,7 +139,7 @@ def train(
     log: Callable[[dict], None] = print,
     compute_dtype: torch.dtype | None = None,
 ):
-    """Train a latent model on `examples`; returns it, merged and in eval mode.
+    """Train a model, latent or not, on `examples`; returns it, merged and in eval mode.
 
     Examples longer than the model's positions, or without a token to learn, are refused rather than cut: a cut could
     fall inside a latent block. Called by every process of a torchrun, it trains one model and gives it to all of them;

@@ -23,6 +23,7 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality, process_dict_updates
 
+from alar.baselines.dual.constraint import PhaseConstraint
 from alar.records import Origin
 from alar.rollout.codec import Codec
 from alar.rollout.sampling import inverse_cdf
@@ -85,6 +86,8 @@ class BlockForcer(LogitsProcessor):
         self.codec = codec_of(vllm_config)
         self.device = device
         self.shared = shared(vllm_config)
+        dual = self.codec.dual
+        self.constraint = None if dual is None else PhaseConstraint(self.codec.tokenizer, dual, device)
         self.rows: dict[int, Row] = {}
         size = vllm_config.scheduler_config.max_num_seqs
         self.broken = torch.zeros(size, dtype=torch.bool, device=device)
@@ -134,6 +137,8 @@ class BlockForcer(LogitsProcessor):
                 forced[index] = token
             if row.decided:
                 decided.append(index)
+        if self.constraint is not None:
+            self._constrain(logits)
         if decided:
             self._decide(logits, decided, forced)
         elif forced:
@@ -141,6 +146,15 @@ class BlockForcer(LogitsProcessor):
         if self.shared.step is not None:
             self._signal(logits, forced)
         return logits
+
+    def _constrain(self, logits: Tensor) -> None:
+        """Forbid what the phase of each row's turn forbids; the writers are up to date."""
+        places = list(self.rows)
+        rows = self.constraint.rows([self.rows[index].writer.phase for index in places])
+        if places == list(range(logits.shape[0])):
+            logits += rows
+        else:
+            logits.index_add_(0, torch.tensor(places, device=self.device), rows.to(logits.dtype))
 
     def _force(self, logits: Tensor, rows: Sequence[int], ids: Tensor) -> None:
         index = torch.tensor(rows, device=self.device)

@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import Any, Mapping, Sequence
 
 from alar import protocol
+from alar.baselines.dual.vocabulary import find
 from alar.records import Origin
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Sampling, TurnRequest, TurnWriter
@@ -66,9 +67,9 @@ DEFAULT = TurnOptions()
 
 def open_turn(codec: Codec, options: TurnOptions, prompt: Sequence[int]) -> TurnWriter | None:
     """The writer of a turn that starts where `prompt` ends, less its last `latent_written` ids; None if nothing in the
-    turn can be forced or ended."""
+    turn can be forced, forbidden or ended."""
     allow_latent = options.mode != "off" and codec.latent_token_id is not None
-    if not (allow_latent or options.forced or options.stops or options.mode == "think"):
+    if not (allow_latent or codec.dual or options.forced or options.stops or options.mode == "think"):
         return None
     start = len(prompt) - options.written
     context, written, forced = prompt[:start], prompt[start:], list(options.forced)
@@ -120,10 +121,11 @@ def problem_in_context(codec: Codec, ids: Sequence[int]) -> str:
 
 
 @lru_cache(maxsize=4)
-def _codec(tokenizer: str, revision: str | None, num_latent: int, latent_token_id: int | None) -> Codec:
+def _codec(tokenizer: str, revision: str | None, num_latent: int, latent_token_id: int | None, folder: str) -> Codec:
     from transformers import AutoTokenizer
 
-    return Codec(AutoTokenizer.from_pretrained(tokenizer, revision=revision), num_latent, latent_token_id)
+    loaded = AutoTokenizer.from_pretrained(tokenizer, revision=revision)
+    return Codec(loaded, num_latent, latent_token_id, dual=find(folder))
 
 
 def codec_of(vllm_config) -> Codec:
@@ -131,5 +133,9 @@ def codec_of(vllm_config) -> Codec:
     model = vllm_config.model_config
     config = model.hf_config
     return _codec(
-        model.tokenizer, model.tokenizer_revision, getattr(config, "num_latent", 0), getattr(config, "latent_token_id", None)
+        model.tokenizer,
+        model.tokenizer_revision,
+        getattr(config, "num_latent", 0),
+        getattr(config, "latent_token_id", None),
+        model.model,
     )
