@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 
 from alar import protocol
 from alar.frozenlake.environment import FrozenLakeEnvironment
-from alar.frozenlake.lakes import drawing, shortest_way, walk
+from alar.frozenlake.lakes import shortest_way, walk
 from alar.frozenlake.protocol import ACTION, MOVES, moves_text
 from alar.records import Origin, Question, Trajectory
 from alar.rollout.codec import Codec
@@ -41,20 +40,13 @@ class ScriptedEngine(Engine):
 
 
 def thought(question: Question, done: Sequence[int], todo: Sequence[int]) -> str:
-    """What can be read off the lake before the next move: the four neighbours, then the way that is left."""
-    rows = json.loads(question.details)["rows"]
-    tiles = [line.split(" ") for line in drawing(rows, 0).splitlines()]
-    row, column = divmod(walk(question, done).position, len(rows[0]))
-    steps = zip(MOVES, ((0, -1), (1, 0), (0, 1), (-1, 0)), strict=True)
-    seen = [
-        f"{name} {tiles[row + down][column + right] if inside(row + down, column + right, rows) else 'edge'}"
-        for name, (down, right) in steps
-    ]
-    return f"{row + 1} {column + 1}: {', '.join(seen)}. {moves_text(todo)}."
-
-
-def inside(row: int, column: int, rows: Sequence[str]) -> bool:
-    return 0 <= row < len(rows) and 0 <= column < len(rows[0])
+    """The way that is left, tile by tile: row, column and the move from there."""
+    width, steps = len(question.text.splitlines()), []
+    for number in range(len(todo) + 1):
+        row, column = divmod(walk(question, [*done, *todo[:number]]).position, width)
+        move = f" {MOVES[todo[number]]}" if number < len(todo) else ""
+        steps.append(f"{row + 1} {column + 1}{move}")
+    return ", ".join(steps)
 
 
 def expert_turns(question: Question, moves_per_turn: int) -> list[str]:
