@@ -41,6 +41,7 @@ class Turn:
     `well_formed` means: exactly one closed reasoning block, then exactly one action, nothing else.
     `problem` says in words what is wrong with a turn that is not.
     `policy_text` is what stands outside the latent block, the tags and the action: what counts as thinking.
+    `earlier` are the turns of the same trajectory before this one, which the agent loop tells an environment.
     """
 
     mode: str
@@ -50,6 +51,7 @@ class Turn:
     well_formed: bool
     problem: str = ""
     policy_text: str = ""
+    earlier: tuple[Turn, ...] = ()
 
 
 class Trusted(str):

@@ -46,10 +46,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Observation:
-    """What an environment answers to an action: the text to show, and the titles of the passages in it."""
+    """What an environment answers to an action: the text to show, the titles of the passages in it, whether all is `over`."""
 
     text: str
     titles: tuple[str, ...] = ()
+    over: bool = False
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,11 @@ QUORUM = 16  # finished turns are collected until they are one in so many slots:
 
 
 class Environment(Protocol):
-    """A domain as the loop sees it. `final` actions end a trajectory; their argument is its prediction."""
+    """A domain as the loop sees it. `final` actions end a trajectory; their argument is its prediction.
+
+    A domain without final actions ends a trajectory by an observation that is `over`, and the last turn that `max_turns` allows is
+    acted on too. An environment keeps no state between turns: what has happened is in `Turn.earlier`.
+    """
 
     form: protocol.Form
     final: tuple[str, ...]
@@ -74,6 +78,7 @@ class _Rollout:
 
     trajectory: Trajectory
     latents: list[np.ndarray] = field(default_factory=list)
+    turns: list[protocol.Turn] = field(default_factory=list)
     mode: str = ""
 
 
@@ -118,19 +123,25 @@ class _Loop:
             rollout = live[row]
             parsed = _record(rollout.trajectory, output, rollout.mode, self.engine, self.environment.form)
             rollout.latents.extend(output.latents)
+            rollout.turns.append(parsed)
             if parsed.action in self.environment.final:
                 rollout.trajectory.prediction, rollout.trajectory.finish = parsed.argument, "answer"
-            elif len(rollout.trajectory.turns) == self.max_turns:
+            elif len(rollout.turns) == self.max_turns and self.environment.final:
                 rollout.trajectory.finish = "max_turns"
             else:
-                going.append((row, parsed))
+                going.append((row, replace(parsed, earlier=tuple(rollout.turns[:-1]))))
         acting = [(live[row].trajectory.question, parsed) for row, parsed in going if parsed.action is not None]
         form = self.environment.form
         found = iter(self.environment.observe(acting) if acting else ())
         for row, parsed in going:
             observation = next(found) if parsed.action is not None else Observation(form.invalid(parsed.problem))
-            _observe(live[row].trajectory, observation, self.engine, form)
-        return [row for row, _ in going]
+            trajectory = live[row].trajectory
+            _observe(trajectory, observation, self.engine, form)
+            if observation.over:
+                trajectory.prediction, trajectory.finish = parsed.argument, "answer"
+            elif len(trajectory.turns) == self.max_turns:
+                trajectory.finish = "max_turns"
+        return [row for row, _ in going if not live[row].trajectory.finish]
 
     def _request(self, row: int, rollout: _Rollout) -> TurnRequest:
         turn, codec, forced = len(rollout.trajectory.turns), self.engine.codec, []

@@ -8,10 +8,8 @@ once the index is loaded. Encoding, not searching, takes the time, so requests t
 """
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Sequence
-from contextlib import asynccontextmanager
 from typing import Annotated
 
 import uvicorn
@@ -20,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from alar.search.corpus import Hit, RetrievalError
 from alar.search.retriever import Searcher, build
+from alar.web import service
 
 
 class RetrieveRequest(BaseModel):
@@ -32,54 +31,19 @@ class RetrieveRequest(BaseModel):
     return_scores: bool = False
 
 
-class Batcher:
-    """Coalesces concurrent searches into one call of the retriever, which runs in a thread, one call at a time.
-
-    A batch closes `max_wait` seconds after its first request, or with `max_batch` queries; while a call runs the next
-    batch fills. A request is never split.
-    """
+class Batcher(service.Batcher):
+    """Searches that arrive together become one call of the retriever, with the largest of their numbers of passages."""
 
     def __init__(self, retriever: Searcher, max_batch: int, max_wait: float):
+        super().__init__(self._search, max_batch, max_wait)
         self.retriever = retriever
-        self.max_batch = max_batch
-        self.max_wait = max_wait
-        self._queue: asyncio.Queue[tuple[list[str], int, asyncio.Future]] = asyncio.Queue()
 
     async def search(self, queries: list[str], k: int) -> list[list[Hit]]:
-        future = asyncio.get_running_loop().create_future()
-        await self._queue.put((queries, k, future))
-        return await future
+        return await self.submit([(query, k) for query in queries])
 
-    async def run(self) -> None:
-        while True:
-            batch = await self._collect()
-            queries = [query for part, _, _ in batch for query in part]
-            largest = max(k for _, k, _ in batch)
-            try:
-                hits = await asyncio.to_thread(self.retriever.search, queries, largest)
-            except Exception as error:  # any failure belongs to the requests of this batch; the server lives on
-                for _, _, future in batch:
-                    if not future.done():
-                        future.set_exception(RetrievalError(f"{type(error).__name__}: {error}"))
-                continue
-            start = 0
-            for part, k, future in batch:
-                if not future.done():  # done already when the client has gone
-                    future.set_result([found[:k] for found in hits[start : start + len(part)]])
-                start += len(part)
-
-    async def _collect(self) -> list[tuple[list[str], int, asyncio.Future]]:
-        batch = [await self._queue.get()]
-        deadline = asyncio.get_running_loop().time() + self.max_wait
-        while sum(len(part) for part, _, _ in batch) < self.max_batch:
-            try:
-                batch.append(self._queue.get_nowait())
-            except asyncio.QueueEmpty:
-                left = deadline - asyncio.get_running_loop().time()
-                if left <= 0:
-                    break
-                await asyncio.sleep(min(left, 0.001))
-        return batch
+    def _search(self, wanted: list[tuple[str, int]]) -> list[list[Hit]]:
+        hits = self.retriever.search([query for query, _ in wanted], max(k for _, k in wanted))
+        return [found[:k] for found, (_, k) in zip(hits, wanted, strict=True)]
 
 
 def create_app(
@@ -87,14 +51,7 @@ def create_app(
 ) -> FastAPI:
     """The server around any object with `search(queries, k)`. Invalid requests get 422, a failing search 500 with its cause."""
     batcher = Batcher(retriever, max_batch, max_wait)
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI):
-        worker = asyncio.create_task(batcher.run())
-        yield
-        worker.cancel()
-
-    app = FastAPI(title="alar retrieval", lifespan=lifespan)
+    app = service.service("alar retrieval", batcher)
 
     @app.post("/retrieve")
     async def retrieve(request: RetrieveRequest) -> dict:
@@ -102,7 +59,7 @@ def create_app(
             return {"result": []}
         try:
             hits = await batcher.search(request.queries, request.topk or default_topk)
-        except RetrievalError as error:
+        except service.BatchFailed as error:
             raise HTTPException(500, detail=f"the search failed: {error}") from error
         if request.return_scores:
             return {"result": [[{"document": _document(hit), "score": hit.score} for hit in found] for found in hits]}

@@ -1,0 +1,265 @@
+"""The log-prob reward: equal to a slow computation one by one, z fed again as recorded, and the same numbers over HTTP."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import requests
+import torch
+import uvicorn
+
+from alar import protocol
+from alar.baselines.logprob import INVALID, OPEN, LogProbScorer, case_of, group_normalised
+from alar.baselines.logprob.client import HTTPScorer, ScorerError
+from alar.baselines.logprob.server import create_app
+from alar.records import Origin, Question, Trajectory, TurnRecord
+from alar.rollout.codec import Codec
+
+PASSAGE = protocol.observation_text([("Peru", "Lima • is its capital.")])
+
+
+def recorded(codec, modes, *, golds=("Peru",), width=64, seed=0, thought="Lima is in Peru.") -> Trajectory:
+    """A trajectory with one turn per mode, z drawn at random: not what the model would compute."""
+    question = Question(f"q{seed}", "Where is Lima?", golds)
+    ids = codec.prompt(question.text)
+    origins, turns = [Origin.PROMPT] * len(ids), []
+    for number, mode in enumerate(modes):
+        action = "answer" if number == len(modes) - 1 else "search"
+        if mode == "latent":
+            written, marks = codec.latent_turn(action, "Bolivia", first=number == 0)
+        else:
+            written, marks = codec.think_turn(thought, action, "Bolivia", first=number == 0)
+        turns.append(TurnRecord(len(ids), len(ids) + len(written), mode, action, "Bolivia", True))
+        seen = [] if action == "answer" else codec.observation(PASSAGE)
+        ids, origins = ids + written + seen, origins + marks + [Origin.OBSERVATION] * len(seen)
+    count = sum(origin == Origin.LATENT for origin in origins)
+    z = np.random.default_rng(seed).normal(size=(count, width)).astype(np.float32)
+    return Trajectory(question, ids, [int(o) for o in origins], [float("nan")] * len(ids), z, turns, "Bolivia", False, "answer")
+
+
+def slow_score(model, codec, trajectory, gold, modes, thought="Lima is in Peru.") -> float:
+    """The turn written anew with the gold as its answer, run alone through transformers, token by token."""
+    last, text = trajectory.turns[-1], f"\n\n<answer>{gold}</answer>"
+    if modes[-1] == "latent":
+        written, _ = codec.latent_turn("answer", gold, first=len(modes) == 1)
+    else:
+        written, _ = codec.think_turn(thought, "answer", gold, first=len(modes) == 1)
+        text = f"<think>{thought}</think>{text}"
+    ids = trajectory.ids[: last.start] + written
+    encoded = codec.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    assert ids[-len(encoded.input_ids) :] == encoded.input_ids
+    begin = text.index("<answer>") + len("<answer>")
+    total, scored = 0.0, [
+        len(ids) - len(encoded.input_ids) + n for n, (start, end) in enumerate(encoded.offset_mapping)
+        if end > begin and start < begin + len(gold)
+    ]
+    with torch.no_grad():
+        inputs = model.get_input_embeddings()(torch.tensor(ids))
+        where = [n for n, token in enumerate(ids) if token == codec.latent_token_id]
+        if where:
+            inputs[where] = torch.as_tensor(trajectory.latents)
+        logits = model.lm_head(model.model(inputs_embeds=inputs[None], use_cache=False).last_hidden_state[0])
+    for place in scored:
+        allowed = logits[place - 1] if codec.latent_token_id is None else logits[place - 1, : codec.latent_token_id]
+        total += float(torch.log_softmax(allowed, -1)[ids[place]])
+    return total / len(scored)
+
+
+@pytest.fixture(scope="module")
+def scorer(random_model):
+    return LogProbScorer(*random_model(), batch_tokens=700)
+
+
+MODES = [("think",), ("latent",), ("think", "latent"), ("latent", "think"), ("latent", "latent", "think"), ("think",) * 3]
+
+
+@pytest.mark.parametrize("latent", [True, False])
+def test_scores_equal_a_slow_computation_one_by_one(scorer, random_model, latent):
+    if not latent:
+        from alar.model import load_base
+
+        scorer = LogProbScorer(*load_base(random_model()[0].config._name_or_path), batch_tokens=700)
+    golds = ("Peru", "República del Perú", "1994–1997", "answer")
+    plans = [modes for modes in MODES if latent or "latent" not in modes]
+    batch = [recorded(scorer.codec, modes, golds=golds, seed=n) for n, modes in enumerate(plans)]
+    for modes, trajectory, score in zip(plans, batch, scorer.score(batch), strict=True):
+        slow = {gold: slow_score(scorer.model, scorer.codec, trajectory, gold, modes) for gold in golds}
+        assert score.gold == max(slow, key=slow.get)
+        assert score.value == pytest.approx(max(slow.values()), abs=1e-5)
+        for gold in golds:
+            alone = replace(trajectory, question=replace(trajectory.question, answers=(gold,)))
+            assert scorer.score([alone])[0].value == pytest.approx(slow[gold], abs=1e-5)
+
+
+def test_z_is_fed_as_recorded(scorer):
+    one = recorded(scorer.codec, ("latent", "latent"), seed=1)
+    other = replace(one, latents=one.latents + 0.1)
+    first, second = scorer.score([one, other])
+    assert abs(first.value - second.value) > 1e-3
+    with pytest.raises(ValueError, match="latents: 4 vectors for 8 latent positions"):
+        scorer.score([replace(one, latents=one.latents[:4])])
+
+
+def test_what_the_policy_answered_does_not_matter(scorer):
+    trajectory = recorded(scorer.codec, ("latent", "think"))
+    cut = replace(trajectory, ids=trajectory.ids[:-6], origins=trajectory.origins[:-6], logprobs=trajectory.logprobs[:-6])
+    cut.turns[-1] = replace(cut.turns[-1], end=len(cut.ids))
+    assert scorer.score([cut]) == scorer.score([trajectory])
+
+
+def test_reasoning_that_never_closes_and_questions_without_an_answer_have_their_own_scores(scorer):
+    good = recorded(scorer.codec, ("think",))
+    open_turn = replace(good, turns=[replace(good.turns[0], mode="none", action=None)])
+    no_turn = replace(good, turns=[])
+    no_gold = replace(good, question=replace(good.question, answers=(" ",)))
+    long = recorded(scorer.codec, ("think",), thought="Lima is in Peru. " * 900)
+    scores = scorer.score([open_turn, no_turn, no_gold, long, good])
+    assert [score.value for score in scores[:4]] == [OPEN, OPEN, INVALID, INVALID] == [-2.0, -2.0, -100.0, -100.0]
+    assert "never closes" in scores[0].problem and "no gold" in scores[2].problem and "positions" in scores[3].problem
+    assert scores[4] == scorer.score([good])[0] and scores[4].problem == ""
+
+
+def test_group_normalisation_leaves_invalid_members_out():
+    values, groups = [-1.0, -3.0, -2.0, INVALID, -0.5, -7.0, -7.0, INVALID], [0, 0, 0, 0, "alone", 2, 2, 3]
+    three = (np.array([-1.0, -3.0, -2.0]) + 2) / np.std([-1.0, -3.0, -2.0], ddof=1)
+    assert group_normalised(values, groups) == pytest.approx([*three, 0.0, -0.5, 0.0, 0.0, 0.0], abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def served(scorer):
+    """(url, sizes of the batches) of a running server; its model takes 30 ms longer than it needs."""
+    sizes, score_cases = [], LogProbScorer.score_cases.__get__(scorer)
+
+    def slower(cases):
+        sizes.append(len(cases))
+        time.sleep(0.03)
+        if any("explode" in case.golds for case in cases):
+            raise RuntimeError("the model is gone")
+        return score_cases(cases)
+
+    slow = LogProbScorer(scorer.model, scorer.codec.tokenizer)
+    slow.score_cases = slower
+    with running(slow) as url:
+        yield url, sizes
+
+
+class running:
+    def __init__(self, scorer):
+        self.server = uvicorn.Server(uvicorn.Config(create_app(scorer), port=0, log_level="warning"))
+        self.thread = threading.Thread(target=self.server.run)
+
+    def __enter__(self) -> str:
+        self.thread.start()
+        deadline = time.monotonic() + 30
+        while not self.server.started:
+            assert time.monotonic() < deadline and self.thread.is_alive(), "the server did not start"
+            time.sleep(0.01)
+        return f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}"
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+
+    def __exit__(self, *exception) -> None:
+        self.stop()
+        self.thread.join(timeout=30)
+        assert not self.thread.is_alive()
+
+
+def post(url, path, body):
+    session = requests.Session()
+    session.trust_env = False
+    content = {"data": body, "headers": {"Content-Type": "application/json"}} if isinstance(body, bytes) else {"json": body}
+    return session.post(url + path, timeout=30, **content)
+
+
+def as_text(codec, trajectory) -> dict:
+    prompt = len(codec.prompt(trajectory.question.text))
+    return {"question": trajectory.question.text, "response": codec.text(trajectory.ids[prompt:]), "golds": ["Peru"]}
+
+
+BAD = [  # body of /score → (status, words of the answer)
+    (b"{", 422, "json"),
+    (b'{"question": "\\ud800", "response": "", "golds": []}', 422, "question"),
+    ({"question": "Where?", "golds": ["Peru"]}, 422, "response"),
+    ({"question": "Where?", "response": "x", "golds": "Peru"}, 422, "golds"),
+    ({"question": "Where?", "response": "x", "golds": ["Peru"], "gold": "x"}, 422, "gold"),
+    ({"question": "Where?", "response": "<latent>••••</latent>", "golds": ["Peru"]}, 422, "send the record"),
+    ({"ids": [5, 10**9], "golds": ["Peru"]}, 422, "1000000000 is no token"),
+    ({"ids": [5, -1], "golds": ["Peru"]}, 422, "-1 is no token"),
+    ({"ids": [], "golds": ["Peru"]}, 422, "ids"),
+    ({"ids": [5], "latents": [[0.0] * 64], "golds": ["Peru"]}, 422, "1 vectors for 0 latent positions"),
+    (b'{"ids": [5], "latents": [[NaN]], "golds": ["Peru"]}', 422, "finite"),
+    ([], 422, "body"),
+]
+
+
+def test_a_hundred_concurrent_requests_bad_ones_among_them_get_their_own_answers(scorer, served):
+    url, sizes = served
+    codec, jobs = scorer.codec, []
+    for n in range(100):
+        trajectory = recorded(codec, MODES[n % len(MODES)], seed=n, golds=("Peru", f"{n}"))
+        expected = scorer.score([trajectory])[0] if n % 5 else None
+        jobs.append((trajectory, expected, BAD[n // 5 % len(BAD)]))
+    sizes.clear()
+
+    def ask(job):
+        trajectory, expected, (body, _, _) = job
+        return post(url, "/score", body) if expected is None else HTTPScorer(url, codec).score([trajectory])[0]
+
+    with ThreadPoolExecutor(100) as pool:
+        answers = list(pool.map(ask, jobs))
+    for (_, expected, (_, status, words)), answer in zip(jobs, answers, strict=True):
+        if expected is None:
+            assert answer.status_code == status and words in answer.text.lower().replace("\\u2022", "•"), answer.text
+            assert all(set(found) == {"loc", "msg", "type"} for found in answer.json()["detail"])
+        else:
+            assert answer.gold == expected.gold and answer.value == pytest.approx(expected.value, abs=1e-5)
+    assert sum(sizes) == 80 and len(sizes) < 40, "requests that arrive together should share calls"
+
+
+def test_a_text_scores_what_its_record_scores(scorer, served):
+    url, _ = served
+    trajectories = [recorded(scorer.codec, ("think",) * n, seed=n) for n in (1, 2, 3)]
+    answer = post(url, "/score_batch", {"cases": [as_text(scorer.codec, t) for t in trajectories]}).json()["scores"]
+    assert [found["score"] for found in answer] == pytest.approx([s.value for s in scorer.score(trajectories)], abs=1e-5)
+    body = as_text(scorer.codec, trajectories[0])
+    unclosed = body | {"response": "\n\n<think>Lima is in"}
+    assert post(url, "/score", unclosed).json() == {"score": OPEN, "gold": "", "problem": "the reasoning never closes"}
+    assert post(url, "/score", body | {"golds": [""]}).json()["score"] == INVALID
+    assert post(url, "/score_batch", {"cases": []}).json() == {"scores": []}
+
+
+def test_one_bad_case_of_a_batch_is_named_by_its_place(served):
+    good = {"ids": [5, 6], "golds": ["Peru"]}
+    answer = post(served[0], "/score_batch", {"cases": [good, good, {"ids": [10**9], "golds": ["Peru"]}]})
+    assert answer.status_code == 422 and answer.json()["detail"][0]["loc"] == ["body", "cases", 2, "record", "ids"]
+
+
+def test_health_names_the_model(scorer, served):
+    assert HTTPScorer(served[0], scorer.codec).health() == {
+        "status": "ok", "model_type": "latent_qwen2", "hidden_size": 64, "num_latent": 4, "positions": 2048,
+    }
+
+
+def test_a_failing_model_is_a_500_with_its_cause_never_a_score(scorer, served):
+    client = HTTPScorer(served[0], scorer.codec, retries=1, backoff=0.01)
+    with pytest.raises(ScorerError, match="status 500: .*the model is gone.*2 attempts(.|\n)*logprob.server FOLDER"):
+        client.score([recorded(scorer.codec, ("think",), golds=("explode",))])
+    assert client.score([recorded(scorer.codec, ("think",))])[0].value < 0
+
+
+def test_requests_under_way_are_answered_before_the_server_ends(scorer):
+    slow = LogProbScorer(scorer.model, scorer.codec.tokenizer)
+    entered = threading.Event()
+    slow.score_cases = lambda cases: entered.set() or time.sleep(0.5) or scorer.score_cases(cases)
+    trajectory, server = recorded(scorer.codec, ("latent",)), running(slow)
+    with server as url, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(HTTPScorer(url, scorer.codec, retries=0).score, [trajectory])
+        assert entered.wait(20)
+        server.stop()
+        assert asked.result(20)[0].value == pytest.approx(scorer.score([trajectory])[0].value, abs=1e-5)
+    with pytest.raises(ScorerError, match="no connection"):
+        HTTPScorer(url, scorer.codec, retries=0).health()
