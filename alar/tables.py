@@ -171,6 +171,22 @@ THROUGHPUT = Table(
     "10_serving",
     {"route": "text", **_numbers("concurrent", "turns", "tokens", "seconds", "tokens_per_second")},
 )
+METHODS = Table(
+    "methods",
+    "methods.csv",
+    "11_length_rewards and the notebooks after it (alar.baselines.comparison)",
+    {
+        **dict.fromkeys(("domain", "method", "settings"), "text"),
+        "n": "number",
+        **_interval("accuracy"),
+        **_interval("accuracy_difference"),
+        **_interval("tokens"),
+        **_interval("token_reduction"),
+        **_interval("aes"),
+        **_numbers("training_seconds", "training_tokens"),
+        "scale": "text",
+    },
+)
 
 _KINDS = {
     "text": lambda column: dtypes.is_string_dtype(column) or isinstance(column.dtype, pd.CategoricalDtype),

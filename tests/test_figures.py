@@ -109,6 +109,21 @@ def throughput() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(tables.THROUGHPUT.columns))
 
 
+def compared() -> pd.DataFrame:
+    rows = []
+    for domain, shift in (("search", 0), ("tool", 40)):
+        cases = [("base", ""), ("ALAR", ""), ("TokenSkip", "ratio 0.5"), ("TokenSkip", "ratio 1.0"), ("O1-Pruner", "λ 2")]
+        for place, (method, settings) in enumerate(cases):
+            row = {"domain": domain, "method": method, "settings": settings, "n": 1600, "training_seconds": 90.0 * place}
+            for name, value, reach in (
+                ("accuracy", 0.9 - 0.02 * place, 0.015), ("accuracy_difference", -0.02 * place, 0.01),
+                ("tokens", 130 + shift - 20 * place, 4.0), ("token_reduction", 0.1 * place, 0.01), ("aes", 0.1, 0.1),
+            ):  # fmt: skip
+                row |= {name: value, f"{name}_low": value - reach, f"{name}_high": value + reach}
+            rows.append(row | {"training_tokens": 1e6 * place, "scale": "measured at laptop scale"})
+    return pd.DataFrame(rows)[list(tables.METHODS.columns)]
+
+
 DRAWINGS = {
     "accuracy_against_tokens": lambda: figures.accuracy_against_tokens(summary()),
     "stages": lambda: figures.stages(summary()),
@@ -116,6 +131,7 @@ DRAWINGS = {
     "controls": lambda: figures.controls(summary(("intact", "zeroed", "text"), base="intact")),
     "oracle": lambda: figures.oracle(summary(("oracle", "alar", "alar-think"), base="oracle")),
     "method": lambda: figures.method(),
+    "methods": lambda: figures.methods(compared()),
     "dynamics": lambda: figures.dynamics(metrics(), validation_questions=64, total_steps=60),
     "losses": lambda: figures.losses(losses()),
     "reward_shapes": lambda: figures.reward_shapes(rewards()),
@@ -325,3 +341,15 @@ def test_the_live_figure_needs_no_notebook(monkeypatch):
         live.add(row)
     live.finish()
     assert "c   Latent share of turns (%)" in words(live.figure())
+
+
+def test_every_method_has_a_marker_with_both_intervals_in_its_own_colour():
+    table = compared().query("domain == 'search'")
+    figure, numbers = figures.methods(table)
+    points = [bars.lines[0] for bars in figure.axes[0].containers]
+    drawn = [(x, y) for line in points for x, y in zip(line.get_xdata(), line.get_ydata())]
+    assert set(drawn) == set(zip(table["tokens"], table["accuracy"]))
+    assert len(drawn) == 2 * len(table)  # once along each axis
+    looks = {(line.get_color(), line.get_marker()) for line in points}
+    assert len(looks) == table["method"].nunique()
+    assert "n = 1600 questions" in figure._supxlabel.get_text() and numbers.equals(table.reset_index(drop=True))

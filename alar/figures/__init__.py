@@ -8,6 +8,7 @@ numbers in it; `save` writes both. Colours, sizes and the file formats are in `s
     figures.save(figure, table, "figures", "stages")
 """
 
+from alar.figures.methods import methods
 from alar.figures.modes import latent_share, trajectory
 from alar.figures.results import accuracy_against_tokens, controls, oracle, question_types, stages
 from alar.figures.schematic import method
@@ -23,6 +24,7 @@ __all__ = [
     "latent_share",
     "losses",
     "method",
+    "methods",
     "oracle",
     "question_types",
     "reward_shapes",

@@ -31,6 +31,7 @@ __all__ = [
     "binary_entropy",
     "bootstrap_mean",
     "compare",
+    "efficiency",
     "mode_share",
     "paired_bootstrap",
     "readable",
@@ -41,14 +42,15 @@ __all__ = [
 ]
 
 
-def aes(accuracy: float, base_accuracy: float, tokens: float, base_tokens: float) -> float:
+def aes(accuracy, base_accuracy, tokens, base_tokens):
     """Accuracy-efficiency score (O1-Pruner, arXiv 2501.12570) from changes relative to the base, as fractions.
 
-    Saved tokens count once, gained accuracy three times, lost accuracy five times.
+    Saved tokens count once, gained accuracy three times, lost accuracy five times. Numbers or arrays; NaN where the base
+    has nothing to be compared with.
     """
-    saved = 1 - tokens / base_tokens
-    gained = (accuracy - base_accuracy) / base_accuracy
-    return saved + (3 * gained if gained >= 0 else 5 * gained)
+    saved = 1 - ratio(tokens, base_tokens)
+    gained = ratio(np.subtract(accuracy, base_accuracy), base_accuracy)
+    return saved + np.where(gained >= 0, 3 * gained, 5 * gained)[()]
 
 
 def binary_entropy(p):
@@ -134,6 +136,29 @@ def compare(
         }
     )
     return comparison.reset_index()
+
+
+def efficiency(
+    questions: pd.DataFrame,
+    base: str = "base",
+    *,
+    resamples: int = 10_000,
+    seed: int = 0,
+    level: float = 0.95,
+    table: tables.Table = tables.QUESTIONS,
+) -> pd.DataFrame:
+    """`aes` of every system over all questions, with its interval: columns system, aes, aes_low, aes_high."""
+    questions = _aligned(tables.read(questions, table), table)
+    systems = tables.in_order(questions["system"], tables.SYSTEMS)
+    columns = {name: _per_question(questions[questions["system"] == name]) for name in systems}
+    draws = _draw_together(columns, resamples, seed)
+
+    def score(sums, system: str):
+        return aes(sums[system]["correct"], sums[base]["correct"], sums[system]["tokens"], sums[base]["tokens"])
+
+    totals = {name: frame.sum() for name, frame in columns.items()}
+    rows = [{"system": s, **_named("aes", estimate(score(totals, s), score(draws, s), level))} for s in systems]
+    return pd.DataFrame(rows)
 
 
 def adaptivity(

@@ -1,0 +1,96 @@
+"""The compared methods: accuracy against tokens, one marker per method and setting, with both intervals."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from alar import tables
+from alar.figures.style import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PAGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    Source,
+    footnote,
+    interval_bars,
+    new_figure,
+    panel_letter,
+    percent_axis,
+    styled,
+    system_name,
+)
+
+_COLOURS = (BLUE, VERMILLION, PURPLE, ORANGE, SKY, GREY)
+_MARKERS = "sD^vPXphd<>"
+_LEGEND_LENGTH = 34  # characters of a line
+
+
+@styled
+def methods(table: Source) -> tuple[Figure, pd.DataFrame]:
+    """Accuracy against mean generated tokens, one panel per domain; settings of one method are joined by a line.
+
+    Up and to the left is better; the dashed lines go through the base of each domain.
+    """
+    table = tables.read(table, tables.METHODS)
+    domains = tables.in_order(table["domain"], ("search", "tool"))
+    looks = _looks(tables.in_order(table["method"], ("base", "ALAR")))
+    figure = new_figure(PAGE, max(3.0, 0.6 + 0.16 * len(looks)))
+    grid = figure.subplots(1, len(domains), squeeze=False)[0]
+    for index, (axes, domain) in enumerate(zip(grid, domains, strict=True)):
+        rows = table[table["domain"] == domain]
+        for method, part in rows.groupby("method", sort=False):
+            _draw(axes, part, looks[method])
+        for base in rows[rows["method"] == "base"].itertuples():
+            dashed = {"color": GREY, "linewidth": 0.7, "linestyle": (0, (4, 2)), "zorder": 0}
+            axes.axhline(base.accuracy, **dashed)
+            axes.axvline(base.tokens, **dashed)
+        percent_axis(axes.yaxis)
+        axes.set_xlabel("Generated tokens per question")
+        if len(domains) > 1:
+            axes.set_title(f"{panel_letter(index)}   {domain}")
+    grid[0].set_ylabel("Accuracy (%)")
+    figure.legend(handles=_legend(table, looks), loc="outside right upper", labelspacing=0.45)
+    numbers = ", ".join(str(n) for n in dict.fromkeys(int(n) for n in table["n"]))
+    footnote(figure, *dict.fromkeys(table["scale"]), f"n = {numbers} questions", "bars: 95 % intervals, bootstrap")
+    return figure, table
+
+
+def _looks(methods: list[str]) -> dict[str, dict]:
+    """Colour and marker of every method: distinct in pairs for any number of them."""
+    looks = {"base": {"color": BLACK, "marker": "*", "markersize": 8}, "ALAR": {"color": GREEN, "marker": "o", "markersize": 5}}
+    others = [method for method in methods if method not in looks]
+    for number, method in enumerate(others):
+        colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
+        looks[method] = {"color": colour, "marker": marker, "markersize": 4.5}
+    return {method: looks[method] for method in methods}
+
+
+def _draw(axes, part: pd.DataFrame, look: dict) -> None:
+    thin = look | {"elinewidth": 0.7, "capsize": 1.2, "zorder": 3}
+    interval_bars(axes, part["tokens"], part["accuracy"], part["accuracy_low"], part["accuracy_high"], **thin)
+    interval_bars(axes, part["tokens"], part["accuracy"], part["tokens_low"], part["tokens_high"], along="x", **thin)
+    if len(part) > 1:
+        ordered = part.sort_values("tokens")
+        axes.plot(ordered["tokens"], ordered["accuracy"], color=look["color"], linewidth=0.6, alpha=0.6, zorder=1)
+
+
+def _legend(table: pd.DataFrame, looks: dict[str, dict]) -> list[Line2D]:
+    handles = []
+    for method, look in looks.items():
+        settings = list(dict.fromkeys(table.loc[table["method"] == method, "settings"]))
+        label = system_name(method)
+        if len(settings) > 1:
+            label += f" ({len(settings)} settings)"
+        elif settings[0]:
+            label += f", {settings[0]}"
+        if len(label) > _LEGEND_LENGTH:
+            label = label[: _LEGEND_LENGTH - 1] + "…"
+        handles.append(Line2D([], [], linestyle="none", label=label, **look))
+    return handles

@@ -1,0 +1,116 @@
+"""The comparison: rows that agree with the statistics, pairs by question, nothing measured twice."""
+
+import numpy as np
+import pytest
+
+from alar import statistics, tables
+from alar.baselines import comparison
+from alar.baselines.comparison import Comparison, Method, readable
+from alar.model import save
+from alar.search.environment import SearchEnvironment
+from alar.search.questions import test_questions as split_questions
+
+
+@pytest.fixture(scope="module")
+def checkpoint(random_model, tmp_path_factory):
+    return save(*random_model(), tmp_path_factory.mktemp("checkpoint") / "model")
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The labels that were really rolled out; answers are made right or wrong by a rule, since random models know none."""
+    labels, original = [], comparison.evaluate
+
+    def evaluate(engine, environment, questions, **settings):
+        trajectories = original(engine, environment, questions, **settings)
+        labels.append(settings["mode"])
+        for number, trajectory in enumerate(trajectories):
+            trajectory.correct = number % (3 if settings["mode"] == "latent" else 2) == 0
+        return trajectories
+
+    monkeypatch.setattr(comparison, "evaluate", evaluate)
+    return labels
+
+
+ENVIRONMENT = SearchEnvironment()  # its index of the real world is built once
+
+
+def compare(folder, n=8, **changes):
+    limits = {"max_new_tokens": 12, "max_turns": 2, "batch_size": 32} | changes
+    return Comparison(folder, ENVIRONMENT, split_questions(n), **limits)
+
+
+def test_a_row_holds_what_the_statistics_say_of_its_answers(checkpoint, measured, tmp_path):
+    here = compare(tmp_path)
+    here.measure(Method("base", checkpoint))
+    here.measure(Method("short", checkpoint, "latent", {"ratio": 0.5}, training_seconds=3.0, training_tokens=70.0))
+    table = here.table(resamples=300)
+    assert list(table["method"]) == ["base", "short"] and list(table["settings"]) == ["", "ratio 0.5"]
+    base, row = table.iloc[0], table.iloc[1]
+    answers = {name: part.sort_values("question_id") for name, part in here.answers().groupby("system")}
+    a, b = answers["short, ratio 0.5"], answers["base"]
+    options = {"resamples": 300, "seed": 0}
+    for name, expected in {
+        "accuracy": statistics.bootstrap_mean(a["correct"], **options),
+        "accuracy_difference": statistics.paired_bootstrap(a["correct"], b["correct"], **options),
+        "tokens": statistics.bootstrap_mean(a["generated_tokens"], **options),
+        "token_reduction": statistics.token_reduction(b["generated_tokens"], a["generated_tokens"], **options),
+    }.items():
+        assert tuple(row[[name, f"{name}_low", f"{name}_high"]]) == pytest.approx(tuple(expected)), name
+    gained = (a["correct"].mean() - b["correct"].mean()) / b["correct"].mean()
+    assert gained < 0
+    assert row["aes"] == pytest.approx(1 - a["generated_tokens"].mean() / b["generated_tokens"].mean() + 5 * gained)
+    assert row["aes_low"] <= row["aes"] <= row["aes_high"]
+    assert (base["accuracy_difference"], base["token_reduction"], base["aes"]) == (0, 0, 0)
+    assert (row["training_seconds"], row["training_tokens"], row["scale"]) == (3.0, 70.0, "measured at laptop scale")
+    assert readable(table).loc[("short", "ratio 0.5"), "n"] == 8
+
+
+def test_a_method_is_measured_again_only_when_an_answer_could_differ(checkpoint, random_model, measured, tmp_path, monkeypatch):
+    one = Method("base", checkpoint)
+    compare(tmp_path).measure(one)
+    path = compare(tmp_path).measure(Method("base", checkpoint, training_seconds=9.0))
+    assert len(measured) == 1 and compare(tmp_path).records()[0]["training_seconds"] == 9.0
+    path.unlink()  # killed before the record was written
+    compare(tmp_path).measure(one)
+    compare(tmp_path, n=9).measure(one)
+    compare(tmp_path, n=9, max_turns=1).measure(one)
+    assert len(measured) == 4
+    now = compare(tmp_path, n=9, max_turns=1)
+    now.environment = SearchEnvironment(topk=1)
+    now.measure(one)
+    assert len(measured) == 5
+    model, tokenizer = random_model()
+    model.lm_head.weight.data *= 1.5
+    save(model, tokenizer, tmp_path / "other")
+    now.measure(Method("base", tmp_path / "other"))
+    assert len(measured) == 6
+    now.measure(Method("base", tmp_path / "other"))
+    assert len(measured) == 6
+    monkeypatch.setattr(comparison.stages, "closure", lambda *_: {"alar.evaluate": "edited"})
+    now.measure(Method("base", tmp_path / "other"))
+    assert len(measured) == 7
+
+
+def test_only_methods_of_the_same_protocol_share_a_table(checkpoint, measured, tmp_path):
+    compare(tmp_path).measure(Method("base", checkpoint))
+    compare(tmp_path, n=6).measure(Method("other", checkpoint))
+    assert list(compare(tmp_path).table(resamples=100)["method"]) == ["base"]
+    with pytest.raises(tables.TableError, match="'base' is not measured here"):
+        compare(tmp_path, n=6).table()
+    with pytest.raises(FileNotFoundError, match="call `measure` first"):
+        compare(tmp_path, n=5).table()
+
+
+def test_settings_are_put_in_the_order_of_their_numbers(checkpoint, measured, tmp_path):
+    here = compare(tmp_path, n=2, max_turns=1)
+    for ratio in (1.0, 0.3, 0.5):
+        here.measure(Method("TokenSkip", checkpoint, settings={"ratio": ratio}))
+    here.measure(Method("base", checkpoint))
+    assert list(here.table(resamples=100)["settings"]) == ["", "ratio 0.3", "ratio 0.5", "ratio 1.0"]
+    assert np.isfinite(here.table(resamples=100)["tokens_high"]).all()
+
+
+def test_a_missing_checkpoint_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="base: no checkpoint folder"):
+        compare(tmp_path).measure(Method("base", tmp_path / "nothing"))
