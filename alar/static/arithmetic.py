@@ -7,8 +7,7 @@
     brief  47+85: ones 7+5=12, tens 4+8+1=13, so 132
 
 Both are right, and the brief one leaves out words only, never a step of the computation: what concise self-training is to find.
-Kinds: sum, difference, two_steps (a sum, then a difference) and groups (times a single digit). Splits share words, never the
-numbers of a problem.
+Kinds: sum, difference and two_steps (a sum, then a difference). Splits share words, never the numbers of a problem.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 
 from alar.tool.arithmetic import add_text, subtract_text
 
-KINDS = ("sum", "difference", "two_steps", "groups")
+KINDS = ("sum", "difference", "two_steps")
 STYLES = ("full", "brief")
 _NAMES = ("Ann", "Ben", "Cara", "Dan", "Eva", "Finn", "Gina", "Hugo")
 _THINGS = ("pens", "apples", "cards", "coins", "books", "shells", "stamps", "marbles")
@@ -71,16 +70,12 @@ def _values(kind: str, rng: random.Random) -> tuple[int, ...]:
         return (max(a, b), min(a, b))
     if kind == "two_steps":
         return (a, b, rng.randint(11, min(99, a + b)))
-    return (rng.randint(2, 9), rng.randint(3, 19)) if kind == "groups" else (a, b)
+    return (a, b)
 
 
 def _problem(kind: str, values: tuple[int, ...], name: str, things: str) -> Problem:
     a, b, c = (*values, 0)[:3]
-    if kind == "groups":
-        answer, steps = a * b, _groups_text(a, b)
-        text = f"{name} has {a} boxes with {b} {things} in each."
-        words = f"{name} has {a} boxes. There are {b} {things} in each box. I take {b} {a} times."
-    elif kind == "difference":
+    if kind == "difference":
         answer, steps = a - b, subtract_text(a, b)
         text = f"{name} has {a} {things} and gives away {b}."
         words = f"{name} has {a} {things}. Then {name} gives away {b} {things}. I take {b} from {a}."
@@ -95,11 +90,3 @@ def _problem(kind: str, values: tuple[int, ...], name: str, things: str) -> Prob
     last = f"That makes {answer} {things} for {name}."
     chains = {"full": f"{words} {steps}\n{last}", "brief": steps}
     return Problem(kind, f"{text} How many {things} does {name} have?", answer, chains)
-
-
-def _groups_text(a: int, b: int) -> str:
-    """`4*13: 4*10=40, 4*3=12, 40+12=52, so 52`; one-digit `b` at once."""
-    tens, ones = b // 10 * 10, b % 10
-    if not tens or not ones:
-        return f"{a}*{b}: so {a * b}"
-    return f"{a}*{b}: {a}*{tens}={a * tens}, {a}*{ones}={a * ones}, {a * tens}+{a * ones}={a * b}, so {a * b}"

@@ -13,7 +13,6 @@ from typing import Sequence
 
 from alar import protocol
 from alar.protocol import Trusted, Turn
-from alar.records import Question
 from alar.static.answers import stated_answer
 
 TAGGED_INSTRUCTION = "Reason inside <think> and </think>. Then answer inside <answer> and </answer>."
@@ -76,26 +75,3 @@ FORMS = {"tagged": TaggedForm(), "raw": RawForm()}
 def chat_turn(text: str, *, opened: Trusted = Trusted("<|im_start|>user\n")) -> Sequence[str]:
     """What the user says in ChatML, with the generation prompt."""
     return opened, text, Trusted("<|im_end|>\n<|im_start|>assistant\n")
-
-
-class FewShot:
-    """Another form, with solved examples before every question: whole exchanges, each closed as a chat closes them.
-
-    `examples` are (question, what the assistant said), observations included. What was said is encoded as text from outside, so
-    this is for forms whose observations hold no special tokens: search and static sets.
-    """
-
-    def __init__(self, form: protocol.Form, examples: Sequence[tuple[Question, str]]):
-        self.form, self.examples = form, tuple(examples)
-
-    def __getattr__(self, name: str):
-        if name == "form":  # while unpickling, before there is one
-            raise AttributeError(name)
-        return getattr(self.form, name)
-
-    def prompt(self, question) -> Sequence[str]:
-        return [*self.examples_text(), *self.form.prompt(question)]
-
-    def examples_text(self) -> Sequence[str]:
-        """The exchanges alone: what every prompt begins with."""
-        return [piece for asked, said in self.examples for piece in (*self.form.prompt(asked), said, EXCHANGE_END)]

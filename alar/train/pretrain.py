@@ -1,9 +1,8 @@
-"""Pretraining of an embedded base model: a tokenizer and a small Qwen2 (search, arithmetic) or Qwen3 (tool) from explicit
-trajectories.
+"""Pretraining of an embedded base model: a tokenizer and a small Qwen2 (search) or Qwen3 (tool) from explicit trajectories.
 
 In search every trajectory asks about a counterfactual world of its own, with passages from the real retriever; in the tool
-domain it calls functions that are really run; arithmetic is the embedded set of `alar.static`. All reason in text; the loss
-covers what the policy writes. Repeated by `params/laptop-from-scratch.yaml`, the last by notebook 15.
+domain it calls functions that are really run. All reason in text; the loss covers what the policy writes. Repeated by
+`params/laptop-from-scratch.yaml`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from alar.rollout.codec import Codec
 from alar.search import questions
 from alar.search.retriever import build
 from alar.search.world import world
-from alar.static import pretraining as static
 from alar.tool import pretraining as tool
 from alar.tool.protocol import TOOL
 
@@ -62,7 +60,7 @@ class PretrainConfig:
     layers: int = 4
     vocabulary: int = 3072
     seed: int = 0
-    domain: Literal["search", "tool", "arithmetic"] = "search"
+    domain: Literal["search", "tool"] = "search"
 
     @property
     def form(self) -> protocol.Form:
@@ -91,8 +89,7 @@ def solved_texts(world_name: str, count: int, seed: int, topk: int) -> Iterator[
 def train_tokenizer(config: PretrainConfig) -> PreTrainedTokenizerFast:
     """Byte-level BPE with Qwen's pre-tokenizer. Open tags are left out of the training text, so that `<latent>` keeps
     three pieces, as in Qwen's own vocabulary."""
-    own = {"tool": tool.texts, "arithmetic": static.texts}.get(config.domain)
-    texts = list(own(6000, config.seed) if own else _search_texts(config))
+    texts = list(tool.texts(6000, config.seed) if config.domain == "tool" else _search_texts(config))
     texts.extend([protocol.LATENT_CLOSE + "\n\n"] * 2000)
     for tag in ("think", "latent", "search", "answer", "information"):
         texts = [text.replace(f"<{tag}>", "\n") for text in texts]
@@ -169,8 +166,8 @@ def encode_trajectory(codec: Codec, question: str, turns) -> tuple[list[int], li
 def batches(codec: Codec, config: PretrainConfig, first: tuple[int, int] = (0, 0)) -> Iterator[tuple]:
     """Endless ((world, batch), ids, labels), right-padded (B, T), one world after another, from `first` on.
 
-    Each world's batches hold trajectories of similar lengths and depend on the world's number and the seed alone. In the other
-    domains a "world" is so many requests or conversations.
+    Each world's batches hold trajectories of similar lengths and depend on the world's number and the seed alone. In the tool
+    domain a "world" is so many requests.
     """
     pad, (number, skipped) = codec.tokenizer.pad_token_id, first
     while True:
@@ -192,10 +189,6 @@ def _encoded(codec: Codec, config: PretrainConfig, number: int) -> Iterator[tupl
     if config.domain == "tool":
         for item in tool.solved(number, config.questions_per_world, config.seed):
             yield tool.encode(codec, item)
-        return
-    if config.domain == "arithmetic":
-        for conversation in static.conversations(number, config.questions_per_world, config.seed):
-            yield static.encode(codec, *conversation)
         return
     name = f"counterfactual-{questions.FIRST_PRETRAINING_WORLD + number}"
     for question, turns in solved_texts(name, config.questions_per_world, config.seed, config.topk):
