@@ -103,26 +103,31 @@ def choose_exemplars(found: Sequence[Trajectory | None], count: int, *, room: in
 class FewShot:
     """A form with solved examples before every question: whole exchanges, observations included, each closed as in a chat.
 
-    `examples` are (question, what was written and observed after its prompt). That text is encoded as text from outside, so
-    this is for forms whose turns and observations hold no special tokens of their own: search and static sets.
+    `examples` are (question, what was written and observed after its prompt, piece by piece). The pieces are encoded as text
+    from outside, so this is for forms whose turns and observations hold no special tokens of their own: search and static sets.
     """
 
-    def __init__(self, form: protocol.Form, examples: Sequence[tuple[Question, str]]):
+    def __init__(self, form: protocol.Form, examples: Sequence[tuple[Question, Sequence[str]]]):
         self.form, self.examples = form, tuple(examples)
         self.opening, self.closing = form.opening, form.closing
         self.observation, self.invalid, self.parse, self.action = form.observation, form.invalid, form.parse, form.action
 
     def prompt(self, question: Question) -> Sequence[str]:
-        before = [piece for asked, said in self.examples for piece in (*self.form.prompt(asked), said, EXCHANGE_END)]
+        before = [piece for asked, said in self.examples for piece in (*self.form.prompt(asked), *said, EXCHANGE_END)]
         return [*before, *self.form.prompt(question)]
 
 
 def few_shot(environment: Environment, codec: Codec, exemplars: Sequence[Trajectory]) -> Environment:
     """The same environment, whose prompts begin with the exemplars."""
-    shown = [(t.question, codec.text(t.ids[t.turns[0].start :])) for t in exemplars]
     conditioned = copy.copy(environment)
-    conditioned.form = FewShot(environment.form, shown)
+    conditioned.form = FewShot(environment.form, [(t.question, _pieces(t, codec)) for t in exemplars])
     return conditioned
+
+
+def _pieces(trajectory: Trajectory, codec: Codec) -> list[str]:
+    """Turns and observations apart, as they were encoded."""
+    edges = [edge for turn in trajectory.turns for edge in (turn.start, turn.end)] + [len(trajectory.ids)]
+    return [codec.text(trajectory.ids[start:end]) for start, end in pairwise(edges)]
 
 
 def concise_examples(chosen: Sequence[Trajectory | None], codec: Codec, form: protocol.Form) -> list[Example]:
