@@ -1,4 +1,4 @@
-"""Concise self-training and direct SFT: selection against brute force, exemplars that fit, examples with the right prompt and loss."""
+"""Concise self-training and direct SFT: selection against brute force, exemplars that fit, examples with the right loss."""
 
 import itertools
 
@@ -53,7 +53,8 @@ def searched(tokenizer):
     return codec, written(codec, protocol.SEARCH, Question("q", "Which currency is used in Peru?", ("sol",), "single"), turns)
 
 
-_PASS = some.lists(some.lists(some.tuples(some.integers(1, 9), some.booleans(), some.booleans()), max_size=4), min_size=3, max_size=3)
+_SAMPLE = some.tuples(some.integers(1, 9), some.booleans(), some.booleans())
+_PASS = some.lists(some.lists(_SAMPLE, max_size=4), min_size=3, max_size=3)
 
 
 @settings(max_examples=30)
@@ -120,10 +121,9 @@ def test_concise_examples_stand_behind_the_questions_own_prompt(searched):
     start = trajectory.turns[0].start
     prompt = codec.encode(conditioned.form.prompt(trajectory.question))
     shift = len(prompt) - start
-    behind = Trajectory(
-        trajectory.question, prompt + trajectory.ids[start:], [Origin.PROMPT] * len(prompt) + trajectory.origins[start:], [],
-        trajectory.latents, [TurnRecord(t.start + shift, t.end + shift, "think", t.action, t.argument, True) for t in trajectory.turns],
-    )
+    turns = [TurnRecord(t.start + shift, t.end + shift, "think", t.action, t.argument, True) for t in trajectory.turns]
+    origins = [Origin.PROMPT] * len(prompt) + trajectory.origins[start:]
+    behind = Trajectory(trajectory.question, prompt + trajectory.ids[start:], origins, [], trajectory.latents, turns)
     from_zero, from_few = st.concise_examples([trajectory, None, behind], codec, protocol.SEARCH)
     assert from_zero.ids == from_few.ids == trajectory.ids and from_zero.labels == from_few.labels
     expected = [i if o == Origin.SAMPLED else -100 for i, o in zip(trajectory.ids, trajectory.origins)]
@@ -162,7 +162,8 @@ def test_the_table_counts_what_each_pass_found():
     zero = [[rollout(9), rollout(5, correct=False)], [rollout(7, correct=False), rollout(7, correct=False)]]
     few = [[rollout(4), rollout(6)], [rollout(3, correct=False), rollout(3)]]
     table = st.sampling_table({"zero-shot": zero, "few-shot": few})
-    assert table.loc["zero-shot", ["samples", "accuracy", "tokens", "solved", "shortest", "kept"]].tolist() == [4, 0.25, 7, 0.5, 9, 0]
+    columns = ["samples", "accuracy", "tokens", "solved", "shortest", "kept"]
+    assert table.loc["zero-shot", columns].tolist() == [4, 0.25, 7, 0.5, 9, 0]
     assert table.loc["few-shot", ["accuracy", "solved", "shortest", "kept"]].tolist() == [0.75, 1.0, 3.5, 2]
     assert table.loc["all", ["samples", "solved", "shortest", "kept"]].tolist() == [8, 1.0, 3.5, 2]
 

@@ -106,7 +106,9 @@ PUBLISHED = {
 }
 
 
-def load(source: str | Path, split: str = "test", *, format: str = "", limit: int = 0, hub: str = "", seed: int = 0) -> list[Question]:
+def load(
+    source: str | Path, split: str = "test", *, format: str = "", limit: int = 0, hub: str = "", seed: int = 0
+) -> list[Question]:
     """A set's questions: a published name, "arithmetic", or a .jsonl, .json or .parquet file.
 
     `split` is "train" or "test"; a file has only itself. `format` names the processor of a file (without it, the one whose
@@ -150,8 +152,9 @@ def from_rows(rows: Iterable[tuple[str, dict]], name: str, format: Format) -> li
         if not found.text.strip():
             raise DatasetError(f"{where}: the question is empty")
         details = {"scorer": format.scorer, "solution": found.solution, "subject": found.subject}
+        written = json.dumps(details, ensure_ascii=False)
         identity = f"{name}/{number if row.get('id') in (None, '') else row['id']}"
-        questions.append(Question(identity, found.text.strip(), found.answers, name, details=json.dumps(details, ensure_ascii=False)))
+        questions.append(Question(identity, found.text.strip(), found.answers, name, details=written))
     if not questions:
         raise DatasetError(f"{name}: the set has no questions")
     if len({question.id for question in questions}) < len(questions):
