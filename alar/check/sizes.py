@@ -33,9 +33,10 @@ _QWEN3_4B_2507 = {
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
     "max_position_embeddings": 262144,
 }
-# Search-R1's checkpoints are trained Qwen2.5 bases of the same shape.
+# Search-R1's checkpoints are trained Qwen2.5 bases of the same shape, and so is the instruction-tuned one.
 PUBLISHED = {
     "Qwen/Qwen2.5-3B": _QWEN25_3B,
+    "Qwen/Qwen2.5-3B-Instruct": _QWEN25_3B,
     "Qwen/Qwen2.5-7B": _QWEN25_7B,
     "Qwen/Qwen3-4B-Thinking-2507": _QWEN3_4B_2507,
     "PeterJinGo/SearchR1-nq_hotpotqa_train-qwen2.5-3b-em-ppo-v0.3": _QWEN25_3B,

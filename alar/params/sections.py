@@ -38,11 +38,19 @@ OWN_SECTION = {
     "09_benchmarks": "bench",
     "10_serving": "serving",
     "11_length_rewards": "length_rewards",
+    "13_self_training": "self_training",
+    "15_static_evaluation": "static",
 }
 
 # Notebooks that are no part of the study itself: they run when `--only` or a variant's `only` names them, and in the search
 # domain alone.
-ON_REQUEST = ("09_benchmarks", "10_serving", "11_length_rewards")
+ON_REQUEST = (
+    "09_benchmarks",
+    "10_serving",
+    "11_length_rewards",
+    "13_self_training",
+    "15_static_evaluation",
+)
 
 
 class Section(BaseModel):
@@ -292,6 +300,42 @@ class LengthRewards(Section):
         return []
 
 
+class SelfTraining(Supervised):
+    """Concise self-training and direct SFT, on the search domain or on an answer dataset."""
+
+    checkpoint: Location = ""  # a model folder to start from; "" = notebook 01's base
+    methods: Annotated[list[Literal["concise", "direct"]], Field(min_length=1)] = ["concise", "direct"]
+    dataset: LocationOrName = ""  # "" = the search domain; "arithmetic", "gsm8k", …, or a file
+    test_dataset: LocationOrName = ""  # "" = the test split of `dataset`; a file needs another one
+    form: Literal["tagged", "raw"] = "tagged"  # of an answer dataset's turns
+    questions: Count = 600
+    test_questions: Count = 1600
+    samples: Count = 4  # N of each pass; published: 16
+    temperature: Annotated[float, Field(gt=0)] = 0.7
+    exemplars: CountOrNone = 2  # before each question of the few-shot pass; 0 = no such pass; published: 8
+    learning_rate: Rate = 3e-4
+    epochs: Annotated[float, Field(gt=0)] = 3.0
+
+    def inconsistencies(self):
+        if self.dataset.endswith((".jsonl", ".json", ".parquet")) and not self.test_dataset:
+            return [("test_dataset", "is empty, but self_training.dataset is a file, which has one split: name another file")]
+        return []
+
+
+class Static(Section):
+    """Notebook 15. `conversations` and what follows: of the base that it teaches where no checkpoint is given."""
+
+    checkpoint: Location = ""
+    sets: Annotated[list[str], Field(min_length=1)] = ["arithmetic"]
+    forms: Annotated[list[Literal["tagged", "raw"]], Field(min_length=1)] = ["tagged", "raw"]
+    questions: Count = 400  # of each set
+    bootstrap: Annotated[int, Field(ge=100)] = 10000
+    conversations: Count = 3200
+    learning_rate: Rate = 1e-3
+    epochs: Annotated[float, Field(gt=0)] = 1.0
+    batch_size: Count = 16
+
+
 class Experiment(Section):
     """Everything one parameter file says about one run (or about one of its variants)."""
 
@@ -311,6 +355,8 @@ class Experiment(Section):
     bench: Bench = Bench()
     serving: Serving = Serving()
     length_rewards: LengthRewards = LengthRewards()
+    self_training: SelfTraining = SelfTraining()
+    static: Static = Static()
     only: tuple[str, ...] = Field(default=(), exclude=True)  # stages a variant is limited to
     stated: tuple[tuple[str, str, str], ...] = Field(default=(), exclude=True)  # (section, key, where) in the files
 

@@ -52,13 +52,13 @@ def load_questions(source: str | Path, *, hub: str | Path = "", split: str = "",
     elif name in ("nq_hotpotqa_train", SEARCH_R1_TRAIN):
         questions = _published("nq_hotpotqa_train", str(hub or SEARCH_R1_TRAIN), None, (split or "train",))
     elif Path(source).is_file():
-        questions = _from_rows(_read_rows(Path(source)), Path(source).stem)
+        questions = _from_rows(read_rows(Path(source)), Path(source).stem)
     else:
         known = ", ".join([*published_sizes, "nq_hotpotqa_train"])
         raise DatasetError(f"{name}: neither a file nor a known set; known sets: {known}")
     if limit < 0:
         raise ValueError(f"limit must be 0 (all) or positive, got {limit}")
-    return _sample(questions, limit) if limit else questions
+    return sampled(questions, limit) if limit else questions
 
 
 def summary(name: str, questions: Sequence[Question]) -> str:
@@ -75,12 +75,12 @@ def _published(name: str, hub: str, config: str | None, splits: Sequence[str]) -
         for split in splits:
             for path in (folder / f"{split}.jsonl", folder / f"{split}.parquet"):
                 if path.is_file():
-                    return _from_rows(_read_rows(path), name)
+                    return _from_rows(read_rows(path), name)
         raise DatasetError(f"{folder}: no {' or '.join(f'{split}.jsonl' for split in splits)} here for the set {name}")
-    return _from_rows(_hub_rows(hub, config, splits), name)
+    return _from_rows(hub_rows(hub, config, splits), name)
 
 
-def _hub_rows(hub: str, config: str | None, splits: Sequence[str]) -> Iterator[tuple[str, dict]]:
+def hub_rows(hub: str, config: str | None, splits: Sequence[str]) -> Iterator[tuple[str, dict]]:
     import datasets
 
     try:
@@ -97,7 +97,7 @@ def _hub_rows(hub: str, config: str | None, splits: Sequence[str]) -> Iterator[t
         yield f"{hub} ({config or 'default'}, {split}), row {row}", record
 
 
-def _read_rows(path: Path) -> Iterator[tuple[str, dict]]:
+def read_rows(path: Path) -> Iterator[tuple[str, dict]]:
     """(where, record) of each row; `where` is file:line for JSON lines and "file, row n" for Parquet, counted from 1."""
     if path.suffix == ".parquet":
         import pyarrow
@@ -167,7 +167,7 @@ def _answers(record: dict, where: str) -> tuple[str, ...]:
     return answers
 
 
-def _sample(questions: list[Question], limit: int) -> list[Question]:
+def sampled(questions: list[Question], limit: int) -> list[Question]:
     def position(i: int) -> str:
         return hashlib.blake2b(questions[i].id.encode(), digest_size=16).hexdigest()
 
