@@ -37,6 +37,7 @@ class Summary:
     tags: tuple[tuple[int, int], ...]
     hard: tuple[bool, ...]
     forced: bool
+    grade: float | None = None
 
     @classmethod
     def of(cls, trajectory: Trajectory, codec: Codec) -> Summary:
@@ -53,6 +54,7 @@ class Summary:
             tags=tuple(_tag(trajectory, number, mode, codec) for number, mode in enumerate(modes)),
             hard=tuple(number in trajectory.question.hard_turns for number in range(len(modes))),
             forced=any(turn.forced_mode for turn in trajectory.turns),
+            grade=trajectory.grade,
         )
 
 
@@ -94,7 +96,7 @@ def rollout_seed(config: RLConfig, step: int) -> int:
 
 def outcomes_of(summaries: Sequence[Summary], groups: Sequence[Hashable]) -> list[Outcome]:
     return [
-        Outcome(group, s.correct, s.well_formed, s.n_latent, s.n_think, s.think_length)
+        Outcome(group, s.correct, s.well_formed, s.n_latent, s.n_think, s.think_length, s.grade)
         for s, group in zip(summaries, groups, strict=True)
     ]
 

@@ -23,7 +23,10 @@ QUORUM = 16  # finished turns are collected until they are one in so many slots:
 
 
 class Environment(Protocol):
-    """A domain as the loop sees it. `final` actions end a trajectory; their argument is its prediction."""
+    """A domain as the loop sees it. `final` actions end a trajectory; their argument is its prediction.
+
+    An environment may have a method `grade(trajectory)`: how right it is as a number, 1 for wholly, or None.
+    """
 
     form: protocol.Form
     final: tuple[str, ...]
@@ -128,9 +131,14 @@ class _Loop:
         form = self.environment.form
         found = iter(self.environment.observe(acting) if acting else ())
         for row, parsed in going:
+            trajectory = live[row].trajectory
             observation = next(found) if parsed.action is not None else Observation(form.invalid(parsed.problem))
-            _observe(live[row].trajectory, observation, self.engine, form)
-        return [row for row, _ in going]
+            if observation.end:
+                trajectory.finish = observation.end
+                trajectory.prediction = parsed.argument if observation.end == "answer" else None
+            else:
+                _observe(trajectory, observation, self.engine, form)
+        return [row for row, _ in going if not live[row].trajectory.finish]
 
     def _request(self, row: int, rollout: _Rollout) -> TurnRequest:
         turn, codec, forced = len(rollout.trajectory.turns), self.engine.codec, []
@@ -149,6 +157,7 @@ class _Loop:
         trajectory.latents = np.asarray(latents, dtype=np.float32).reshape(len(latents), width)
         if trajectory.prediction is not None:
             trajectory.correct = self.environment.correct(trajectory)
+            trajectory.grade = self.environment.grade(trajectory) if hasattr(self.environment, "grade") else None
         return trajectory
 
 
