@@ -21,7 +21,7 @@ from alar.tool import bfcl, questions as tool_questions
 from alar.tool.environment import ToolEnvironment
 from alar.tool.protocol import TOOL
 from alar.tool.requests import bfcl_request
-from alar.tool.toolmind import load_questions as load_toolmind
+from alar.tool.toolmind_files import load_questions as load_toolmind
 
 EMBEDDED = "real"  # the name, in `eval.sets`, of a domain's own test split
 
@@ -87,7 +87,7 @@ class ToolDomain:
         return tool_questions.solved_questions("train", count, seed)
 
     def load_questions(self, source, *, limit=0):
-        """A category of BFCL, or a file of ToolMind's rows, of which the training split is taken."""
+        """A category of BFCL, or ToolMind's rows in a file, a folder or on the hub, of which the training split is taken."""
         if str(source) in bfcl.CATEGORIES:
             found = [bfcl_request(item).question(item.id, world="bfcl") for item in bfcl.load_category(str(source))]
         else:

@@ -39,6 +39,7 @@ class Summary:
     hard: tuple[bool, ...]
     forced: bool
     question: str = ""
+    grade: float | None = None
 
     @classmethod
     def of(cls, trajectory: Trajectory, codec: Codec) -> Summary:
@@ -56,6 +57,7 @@ class Summary:
             hard=tuple(number in trajectory.question.hard_turns for number in range(len(modes))),
             forced=any(turn.forced_mode for turn in trajectory.turns),
             question=trajectory.question.id,
+            grade=trajectory.grade,
         )
 
 
@@ -104,7 +106,7 @@ def rollout_seed(config: RLConfig, step: int) -> int:
 
 def outcomes_of(summaries: Sequence[Summary], groups: Sequence[Hashable]) -> list[Outcome]:
     return [
-        Outcome(group, s.correct, s.well_formed, s.n_latent, s.n_think, s.think_length)
+        Outcome(group, s.correct, s.well_formed, s.n_latent, s.n_think, s.think_length, s.grade)
         for s, group in zip(summaries, groups, strict=True)
     ]
 

@@ -36,7 +36,8 @@ PAPER_CATEGORIES = AST_CATEGORIES[:4]  # what ALAR reports the mean of
 NO_CALL_CATEGORIES = ("irrelevance", "live_irrelevance")  # right is to call nothing
 ANY_CALL_CATEGORIES = ("live_relevance",)  # right is to call anything
 LANGUAGES = {"simple_java": "java", "simple_javascript": "javascript"}  # every other category is Python
-CATEGORIES = (*AST_CATEGORIES, *NO_CALL_CATEGORIES, *ANY_CALL_CATEGORIES, *LANGUAGES)
+ASKED_CATEGORIES = (*AST_CATEGORIES, *NO_CALL_CATEGORIES, *ANY_CALL_CATEGORIES)  # what a model can be evaluated on here
+CATEGORIES = (*ASKED_CATEGORIES, *LANGUAGES)
 _MODEL = "alar"  # the name under which the stand-in registry knows us; must hold no underscore
 
 Call = Mapping[str, Any]  # {"name": str, "arguments": dict}

@@ -23,7 +23,7 @@ class ToolEnvironment:
     """Executes the calls of functions that the request offers and the whitelist holds.
 
     `judge` is "official", BFCL's checker, or "toolmind", the score that ToolMind's teacher rollouts are kept by: it forgives
-    further arguments and JSON-like differences of type. `execute=False` is for requests about functions that nobody here can
+    further arguments and JSON-like differences of type, and it is dense: trajectories get a grade, which the reward uses. `execute=False` is for requests about functions that nobody here can
     run (BFCL, ToolMind): a trajectory then ends with its first calls, as in BFCL's single-turn categories.
     """
 
@@ -42,6 +42,10 @@ class ToolEnvironment:
 
     def correct(self, trajectory: Trajectory) -> bool:
         return verdict(trajectory).correct if self.judge == "official" else toolmind_score(trajectory) >= SUCCESS
+
+    def grade(self, trajectory: Trajectory) -> float | None:
+        """The dense score as a share of that of a full match; None where only right and wrong count."""
+        return None if self.judge == "official" else toolmind_score(trajectory) / SUCCESS
 
     def _respond(self, request: Request, turn: protocol.Turn) -> str:
         calls, problem = parse_calls(turn.argument)
