@@ -30,7 +30,7 @@ import alar
 from alar import statistics, tables
 from alar.evaluate import evaluate, question_table
 from alar.jsonl import write_json
-from alar.records import Question
+from alar.records import Question, Trajectory
 from alar.rollout.engine import Engine
 from alar.rollout.engines import opened_engine
 from alar.rollout.loop import Environment
@@ -107,12 +107,14 @@ class Comparison:
         *,
         engine: Engine | None = None,
         environment: Environment | None = None,
+        columns: Callable[[Sequence[Trajectory], Engine], Mapping[str, Sequence]] | None = None,
         progress: Callable[[Iterable], Iterable] = iter,
     ) -> Path:
         """Greedy rollouts of `method` on all questions, unless they are there already; returns the record's file.
 
         `engine`: a ready one, for checkpoints that need more than `opened_engine`; `environment`: the domain's with another
         form of prompt. Both must follow from the checkpoint and the settings, which decide whether a row is measured again.
+        `columns`: further columns of the answers, one value per question.
         """
         if not Path(method.checkpoint).is_dir():
             raise FileNotFoundError(f"{method.label}: no checkpoint folder {method.checkpoint}; run the notebook that trains it")
@@ -138,7 +140,8 @@ class Comparison:
                     ready, environment, self.questions,
                     mode=method.mode, batch_size=self.batch_size, progress=progress, **self.limits,
                 )  # fmt: skip
-            question_table(trajectories, method.label).to_parquet(path.with_suffix(".parquet"))
+                extra = columns(trajectories, ready) if columns else {}
+            question_table(trajectories, method.label).assign(**extra).to_parquet(path.with_suffix(".parquet"))
         write_json(path, record)
         return path
 
