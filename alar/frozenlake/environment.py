@@ -46,4 +46,5 @@ class FrozenLakeEnvironment:
             remark = "The ice has a hole here."
         elif walked.played == self.max_moves:
             remark, over = "No moves are left.", True
-        return Observation(observation_text(drawing(json.loads(question.details)["rows"], walked.position), remark), end="answer" if over else "")
+        shown = drawing(json.loads(question.details)["rows"], walked.position)
+        return Observation(observation_text(shown, remark), end="answer" if over else "")
