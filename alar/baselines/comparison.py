@@ -81,7 +81,8 @@ def study_methods(stage: Stage) -> list[Method]:
 
 
 class Comparison:
-    """The study's test questions in one domain, and the methods measured on them. `scale` says in tables and figures where."""
+    """The study's test questions in one domain, and the methods measured on them. `scale` says in tables and figures where:
+    by default the size of the run's own model."""
 
     def __init__(
         self,
@@ -94,12 +95,13 @@ class Comparison:
         batch_size: int,
         engine: str = "hf",
         domain: str = "search",
-        scale: str = "measured at laptop scale",
+        scale: str = "",
     ):
         self.folder = Path(run_dir) / FOLDER
         self.environment, self.questions = environment, list(questions)
         self.limits = {"max_new_tokens": max_new_tokens, "max_turns": max_turns}
-        self.batch_size, self.engine, self.domain, self.scale = batch_size, engine, domain, scale
+        self.batch_size, self.engine, self.domain = batch_size, engine, domain
+        self.scale = scale or _scale(Path(run_dir))
 
     def measure(
         self,
@@ -224,6 +226,12 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
             "training, M tokens": (table["training_tokens"] / 1e6).round(2),
         }
     ).set_index(["method", "settings"])
+
+
+def _scale(run_dir: Path) -> str:
+    """What the run's model is, or the scale that the defaults are for."""
+    model = stages.read_record(run_dir / "01_latent_model" / "model.json")
+    return f"measured, {model['parameters'] / 1e6:,.1f} M parameters" if model else "measured at laptop scale"
 
 
 def _interval(name: str, row: pd.Series, source: str) -> dict[str, float]:
