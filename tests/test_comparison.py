@@ -36,9 +36,9 @@ def measured(monkeypatch):
 ENVIRONMENT = SearchEnvironment()  # its index of the real world is built once
 
 
-def compare(folder, n=8, **changes):
+def compare(folder, n=8, environment=ENVIRONMENT, **changes):
     limits = {"max_new_tokens": 12, "max_turns": 2, "batch_size": 32} | changes
-    return Comparison(folder, ENVIRONMENT, split_questions(n), **limits)
+    return Comparison(folder, environment, split_questions(n), **limits)
 
 
 def test_a_row_holds_what_the_statistics_say_of_its_answers(checkpoint, measured, tmp_path):
@@ -77,8 +77,8 @@ def test_a_method_is_measured_again_only_when_an_answer_could_differ(checkpoint,
     compare(tmp_path, n=9).measure(one)
     compare(tmp_path, n=9, max_turns=1).measure(one)
     assert len(measured) == 4
-    now = compare(tmp_path, n=9, max_turns=1)
-    now.environment = SearchEnvironment(topk=1)
+    fewer = {"n": 9, "max_turns": 1, "environment": SearchEnvironment(topk=1)}
+    now = compare(tmp_path, **fewer)
     now.measure(one)
     assert len(measured) == 5
     model, tokenizer = random_model()
@@ -89,7 +89,7 @@ def test_a_method_is_measured_again_only_when_an_answer_could_differ(checkpoint,
     now.measure(Method("base", tmp_path / "other"))
     assert len(measured) == 6
     monkeypatch.setattr(comparison.stages, "closure", lambda *_: {"alar.evaluate": "edited"})
-    now.measure(Method("base", tmp_path / "other"))
+    compare(tmp_path, **fewer).measure(Method("base", tmp_path / "other"))
     assert len(measured) == 7
 
 
