@@ -37,10 +37,11 @@ OWN_SECTION = {
     "08_latent_inspector": "inspector",
     "09_benchmarks": "bench",
     "10_serving": "serving",
+    "14_dual_vocabulary": "dual_vocabulary",
 }
 
 # Notebooks that are no part of the study itself: they run when `--only` or a variant's `only` names them.
-ON_REQUEST = ("09_benchmarks", "10_serving")
+ON_REQUEST = ("09_benchmarks", "10_serving", "14_dual_vocabulary")
 
 
 class Section(BaseModel):
@@ -266,6 +267,22 @@ class Serving(Section):
     turns: Count = 128  # per measurement; fewer where few are written at once
 
 
+class DualVocabulary(Supervised):
+    """Notebook 14. What it does not name, RL takes from `rl`."""
+
+    methods: Annotated[list[Literal["text", "dual", "latent_only"]], Field(min_length=1)] = ["text", "dual", "latent_only"]
+    vocabulary: Literal["full_copy", "subset"] = "full_copy"
+    subset_size: CountOrNone = 0  # mirrors of a subset; 0 = every token that the thoughts use
+    think_missing: Literal["error", "add", "clone_eos", "literal"] = "literal"
+    think_end_bias: float = 5.0
+    trainable: Literal["lora", "full", "rows", "lora+rows"] = "lora+rows"
+    learning_rate: Rate = 2e-3
+    epochs: Annotated[float, Field(gt=0)] = 2.0
+    max_examples: CountOrNone = 1200
+    checked: Count = 16  # traces on which the ln 2 identity is measured
+    steps: CountOrNone = 8  # of RL, from "dual"; 0 = none
+
+
 class Experiment(Section):
     """Everything one parameter file says about one run (or about one of its variants)."""
 
@@ -284,6 +301,7 @@ class Experiment(Section):
     inspector: Inspector = Inspector()
     bench: Bench = Bench()
     serving: Serving = Serving()
+    dual_vocabulary: DualVocabulary = DualVocabulary()
     only: tuple[str, ...] = Field(default=(), exclude=True)  # stages a variant is limited to
     stated: tuple[tuple[str, str, str], ...] = Field(default=(), exclude=True)  # (section, key, where) in the files
 
