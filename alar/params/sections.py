@@ -303,7 +303,8 @@ class DualVocabulary(Supervised):
     trainable: Literal["lora", "full", "rows", "lora+rows"] = "lora+rows"
     learning_rate: Rate = 2e-3
     epochs: Annotated[float, Field(gt=0)] = 2.0
-    max_examples: CountOrNone = 1200
+    batch_size: Count = 8
+    max_examples: CountOrNone = 800
     checked: Count = 16  # traces on which the ln 2 identity is measured
     steps: CountOrNone = 8  # of RL, from "dual"; 0 = none
 
