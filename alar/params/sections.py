@@ -40,6 +40,7 @@ OWN_SECTION = {
     "11_length_rewards": "length_rewards",
     "13_self_training": "self_training",
     "15_static_evaluation": "static",
+    "14_dual_vocabulary": "dual_vocabulary",
 }
 
 # Notebooks that are no part of the study itself: they run when `--only` or a variant's `only` names them, and in the search
@@ -49,6 +50,7 @@ ON_REQUEST = (
     "10_serving",
     "11_length_rewards",
     "13_self_training",
+    "14_dual_vocabulary",
     "15_static_evaluation",
 )
 
@@ -336,6 +338,23 @@ class Static(Section):
     batch_size: Count = 16
 
 
+class DualVocabulary(Supervised):
+    """Notebook 14. What it does not name, RL takes from `rl`."""
+
+    methods: Annotated[list[Literal["text", "dual", "latent_only"]], Field(min_length=1)] = ["text", "dual", "latent_only"]
+    vocabulary: Literal["full_copy", "subset"] = "full_copy"
+    subset_size: CountOrNone = 0  # mirrors of a subset; 0 = every token that the thoughts use
+    think_missing: Literal["error", "add", "clone_eos", "literal"] = "literal"
+    think_end_bias: float = 5.0
+    trainable: Literal["lora", "full", "rows", "lora+rows"] = "lora+rows"
+    learning_rate: Rate = 2e-3
+    epochs: Annotated[float, Field(gt=0)] = 2.0
+    batch_size: Count = 8
+    max_examples: CountOrNone = 800
+    checked: Count = 16  # traces on which the ln 2 identity is measured
+    steps: CountOrNone = 8  # of RL, from "dual"; 0 = none
+
+
 class Experiment(Section):
     """Everything one parameter file says about one run (or about one of its variants)."""
 
@@ -357,6 +376,7 @@ class Experiment(Section):
     length_rewards: LengthRewards = LengthRewards()
     self_training: SelfTraining = SelfTraining()
     static: Static = Static()
+    dual_vocabulary: DualVocabulary = DualVocabulary()
     only: tuple[str, ...] = Field(default=(), exclude=True)  # stages a variant is limited to
     stated: tuple[tuple[str, str, str], ...] = Field(default=(), exclude=True)  # (section, key, where) in the files
 

@@ -14,11 +14,11 @@ COLOURS = {"loss": "#CDEBDF", "latent": "#CBE1F2", "context": "white"}
 
 
 def coloured(example: Example, codec: Codec) -> HTML:
-    """The text of an example: green where the loss is, blue where a latent is fed, white for everything else."""
+    """The text of an example: green where the loss is, blue where a latent or a mirror is fed, white for everything else."""
 
     def kind(pair: tuple[int, int]) -> str:
         token, label = pair
-        if token == codec.latent_token_id:
+        if token == codec.latent_token_id or (codec.dual is not None and codec.dual.is_mirror(token)):
             return "latent"
         return "context" if label == -100 else "loss"
 

@@ -172,8 +172,9 @@ def _tokenizer_problems(folder: Path, dual: DualVocab) -> list[str]:
     if len(tokenizer) > dual.V:
         found.append(f"{folder}/tokenizer.json: has {len(tokenizer)} tokens, but {META} has V = {dual.V}")
     for name, tag in (("think_start_ids", dual.think_start_token), ("think_end_ids", dual.think_end_token)):
-        if _ids(tokenizer, tag) != getattr(dual, name):
-            found.append(f"{folder}/{META}: {name}: {getattr(dual, name)}, but the tokenizer writes {tag} as {_ids(tokenizer, tag)}")
+        ids = _ids(tokenizer, tag)
+        if ids != getattr(dual, name):
+            found.append(f"{folder}/{META}: {name}: {getattr(dual, name)}, but the tokenizer writes {tag} as {ids}")
     return found
 
 

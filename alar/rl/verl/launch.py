@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 
+from alar.baselines.dual.vocabulary import find
 from alar.jsonl import read_jsonl
 from alar.records import Question
 from alar.rl.config import RLConfig
@@ -104,10 +105,12 @@ def verl_job(
 ) -> Job:
     """A job on all GPUs of this machine (and of as many `nodes`), or in one CPU process; its prompts are written to `folder`.
 
-    `engine`: "hf", the in-process engine, or "vllm". `environment`: the `domain` and the settings of its
-    environment (`alar.domains`).
+    `engine`: "hf", the in-process engine, or "vllm". `environment`: the `domain` and the settings of its environment
+    (`alar.domains`). Raises ValueError for a dual vocabulary, whose constraint verl's log-probs do not know.
     """
     folder = Path(folder)
+    if find(model) is not None:
+        raise ValueError(f"{model}: a dual vocabulary trains in one process; set rl.trainer to single")
     ordered = [q for step in range(1, rl.steps + 1) for q in prompts_of_step(questions, rl, step)]
     return Job(
         model=str(model),
