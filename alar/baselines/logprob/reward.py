@@ -1,8 +1,17 @@
-"""From scores to what a group is compared by."""
+"""The log-prob reward of the trainer (`RLConfig.logprob_reward`), beside binary exact match.
+
+    r = (1 − w) · EM + w · ŝ,    ŝ = (s − mean_G s) / std_G s
+
+with s the score of `alar.baselines.logprob.scoring` and G the rollouts of one prompt; w = 0 is exact match alone, w = 1 the
+seed's continuous reward. Deliberate: INVALID scores say nothing about a policy, so they take no part in a group and earn 0
+there; and validation, greedy and one rollout a prompt, is judged by exact match.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -10,11 +19,37 @@ from alar.baselines.logprob.scoring import INVALID
 from alar.rl.objective import group_advantages
 
 
-def group_normalised(values: Sequence[float], groups: Sequence[Hashable]) -> list[float]:
-    """(value − mean) / std over the values of its group; a group of one keeps its value.
+@dataclass(frozen=True)
+class LogProbReward:
+    """`weight` is w. `normalise=False` takes s itself for ŝ. `url`: a scorer server instead of the trainer's own frozen
+    reference, which scores in process."""
 
-    INVALID says nothing about a policy: such values take no part, and become 0.
-    """
+    weight: float = 0.5
+    normalise: bool = True
+    url: str = ""
+
+    def __post_init__(self):
+        if not 0 <= self.weight <= 1:
+            raise ValueError(f"logprob_reward.weight is {self.weight}: expected a share, 0 for exact match alone")
+
+
+def mixed_rewards(
+    scores: Sequence[float], correct: Sequence[bool], groups: Sequence[Hashable], settings: LogProbReward
+) -> list[float]:
+    """The reward of every rollout, in their order. Raises ValueError for a score that is NaN: nothing scored that rollout."""
+    if settings.weight == 0:
+        return [float(right) for right in correct]
+    if any(math.isnan(score) for score in scores):
+        raise ValueError("a rollout has no log-prob score: the trainer's scorer must score all of them")
+    if settings.normalise:
+        support = group_normalised(scores, groups)
+    else:
+        support = [0.0 if score == INVALID else score for score in scores]
+    return [(1 - settings.weight) * right + settings.weight * value for right, value in zip(correct, support, strict=True)]
+
+
+def group_normalised(values: Sequence[float], groups: Sequence[Hashable]) -> list[float]:
+    """(value − mean) / std over the values of its group; a group of one keeps its value; INVALID ones take no part, and get 0."""
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
     valid = [row for row, value in enumerate(values) if value != INVALID]
     normalised = [0.0] * len(values)
