@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -33,7 +34,7 @@ from alar.records import Question
 from alar.rollout.engine import Engine
 from alar.rollout.engines import opened_engine
 from alar.rollout.loop import Environment
-from alar.runs import stages
+from alar.runs import FINISHED, Stage, stages
 
 BASE = "base"
 FOLDER = "methods"
@@ -60,6 +61,23 @@ class Method:
     def label(self) -> str:
         """Name and settings, as tables and legends show them."""
         return f"{self.name}, {shown(self.settings)}" if self.settings else self.name
+
+
+def study_methods(stage: Stage) -> list[Method]:
+    """The explicit base, stage 1 and ALAR of a run, as far as they are there, for any notebook's table.
+
+    Seconds are those of the notebooks that make the traces and train, as `run_all.py` noted them; tokens are not noted there.
+    """
+    trained = {"stage 1": ("03_aasd", "latent", 2), "ALAR": ("05_ar_grpo", "free", 4)}
+    methods = [Method(BASE, stage.input("01_latent_model", "base"))]
+    stems = ("02_teacher_traces", "03_aasd", "04_mode_warmup", "05_ar_grpo")
+    for name, (stem, mode, notebooks) in trained.items():
+        checkpoint = stage.input(stem, "checkpoint", required=False)
+        if checkpoint is not None:
+            notes = [stages.read_record(stage.run_dir / other / FINISHED) for other in stems[:notebooks]]
+            seconds = sum(note["seconds"] for note in notes) if all(notes) else math.nan
+            methods.append(Method(name, checkpoint, mode, training_seconds=seconds, training_tokens=math.nan))
+    return methods
 
 
 class Comparison:
