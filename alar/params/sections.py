@@ -38,10 +38,11 @@ OWN_SECTION = {
     "09_benchmarks": "bench",
     "10_serving": "serving",
     "11_length_rewards": "length_rewards",
+    "16_logprob_reward": "logprob",
 }
 
 # Notebooks that are no part of the study itself: they run when `--only` or a variant's `only` names them.
-ON_REQUEST = ("09_benchmarks", "10_serving", "11_length_rewards")
+ON_REQUEST = ("09_benchmarks", "10_serving", "11_length_rewards", "16_logprob_reward")
 
 
 class Section(BaseModel):
@@ -291,6 +292,23 @@ class LengthRewards(Section):
         return []
 
 
+class Logprob(Section):
+    """Notebook 16: the log-prob reward beside exact match, and FrozenLake. Prompts and optimiser are those of `rl`."""
+
+    checkpoint: Location = ""  # a model folder to start from; "" = the run's mode warm-up
+    weights: Annotated[list[Share], Field(min_length=1)] = [0.0, 0.5]  # of the log-prob score; 0 = exact match alone
+    normalise: bool = True  # within the group
+    url: str = ""  # of a scorer server; "" = the frozen start, in process
+    steps: Count = 12  # of each weight
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.01
+    validation_every: CountOrNone = 6  # 0 = never
+    shown_questions: Count = 16  # whose rollouts are scored to be looked at
+    lakes: CountOrNone = 1200  # to imitate; 0 = no walks
+    lake_epochs: Annotated[float, Field(gt=0)] = 2.0
+    lake_learning_rate: Rate = 1.5e-3
+    lake_tests: Count = 200
+
+
 class Experiment(Section):
     """Everything one parameter file says about one run (or about one of its variants)."""
 
@@ -310,6 +328,7 @@ class Experiment(Section):
     bench: Bench = Bench()
     serving: Serving = Serving()
     length_rewards: LengthRewards = LengthRewards()
+    logprob: Logprob = Logprob()
     only: tuple[str, ...] = Field(default=(), exclude=True)  # stages a variant is limited to
     stated: tuple[tuple[str, str, str], ...] = Field(default=(), exclude=True)  # (section, key, where) in the files
 
