@@ -139,11 +139,14 @@ def test_the_weight_mixes_exact_match_and_the_normalised_score():
     assert mixed(LogProbReward(1.0)) == pytest.approx([1.0, -1.0, 0.0, -0.5], abs=1e-5)
     assert mixed(LogProbReward(0.25)) == pytest.approx([1.0, -0.25, 0.0, 0.625], abs=1e-5)
     assert mixed(LogProbReward(0.25, normalise=False)) == pytest.approx([0.5, -0.75, -0.5, 0.625])
+    repaired = LogProbReward(1.0, normalise=False, variant="repaired")
+    assert mixed_rewards([OPEN, -9.0, INVALID, OPEN, -1.0], [False] * 5, [0, 0, 0, 1, 1], repaired) == [-9, -9, 0, -2, -1]
     assert mixed_rewards([INVALID], [True], [0], LogProbReward(0.5, normalise=False)) == [0.5]
     with pytest.raises(ValueError, match="no log-prob score"):
         mixed_rewards([float("nan")], [True], [0], LogProbReward(0.5))
-    with pytest.raises(ValueError, match="logprob_reward.weight"):
-        LogProbReward(1.5)
+    for field, value in {"weight": 1.5, "variant": "other"}.items():
+        with pytest.raises(ValueError, match=f"logprob_reward.{field}"):
+            LogProbReward(**{field: value})
 
 
 CONFIG = RLConfig(

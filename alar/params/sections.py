@@ -298,6 +298,7 @@ class Logprob(Section):
     checkpoint: Location = ""  # a model folder to start from; "" = the run's mode warm-up
     weights: Annotated[list[Share], Field(min_length=1)] = [0.0, 0.5]  # of the log-prob score; 0 = exact match alone
     normalise: bool = True  # within the group
+    variant: Literal["published", "repaired"] = "published"  # repaired: never closing is as bad as the group's worst
     url: str = ""  # of a scorer server; "" = the frozen start, in process
     steps: Count = 12  # of each weight
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.01
