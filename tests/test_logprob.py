@@ -13,7 +13,7 @@ import torch
 import uvicorn
 
 from alar import protocol
-from alar.baselines.logprob import INVALID, OPEN, LogProbReward, LogProbScorer, group_normalised, mixed_rewards
+from alar.baselines.logprob import INVALID, OPEN, LogProbReward, LogProbScorer, case_of, group_normalised, mixed_rewards
 from alar.baselines.logprob.client import HTTPScorer, ScorerError
 from alar.baselines.logprob.server import create_app
 from alar.records import Origin, Question, Trajectory, TurnRecord
@@ -21,6 +21,7 @@ from alar.rl import trainer as module
 from alar.rl.trainer import ARGRPO, RLConfig
 from alar.search.environment import SearchEnvironment
 from alar.search.questions import training_questions, validation_questions
+from alar.tool.protocol import TOOL
 
 PASSAGE = protocol.observation_text([("Peru", "Lima • is its capital.")])
 
@@ -112,6 +113,14 @@ def test_what_the_policy_answered_does_not_matter(scorer):
     cut = replace(trajectory, ids=trajectory.ids[:-6], origins=trajectory.origins[:-6], logprobs=trajectory.logprobs[:-6])
     cut.turns[-1] = replace(cut.turns[-1], end=len(cut.ids))
     assert scorer.score([cut]) == scorer.score([trajectory])
+
+
+def test_another_domains_answer_stands_as_its_form_writes_it(scorer):
+    trajectory = recorded(scorer.codec, ("think",))
+    case = case_of(trajectory, scorer.codec, TOOL)
+    assert (case.before[-3:], case.after) == (">\n\n", "") and "<answer>" in case_of(trajectory, scorer.codec).before
+    (score,) = LogProbScorer(scorer.model, scorer.codec.tokenizer, TOOL).score([trajectory])
+    assert score.gold == "Peru" and score.value != scorer.score([trajectory])[0].value
 
 
 def test_reasoning_that_never_closes_and_questions_without_an_answer_have_their_own_scores(scorer):

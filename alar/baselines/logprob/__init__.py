@@ -9,4 +9,15 @@ after the reasoning block of the last turn; −2 where that block never closes, 
 from alar.baselines.logprob.reward import LogProbReward, group_normalised, mixed_rewards
 from alar.baselines.logprob.scoring import INVALID, OPEN, Case, LogProbScorer, Score, Scorer, case_of
 
-__all__ = ["INVALID", "OPEN", "Case", "LogProbReward", "LogProbScorer", "Score", "Scorer", "case_of", "group_normalised", "mixed_rewards"]
+__all__ = [
+    "INVALID",
+    "OPEN",
+    "Case",
+    "LogProbReward",
+    "LogProbScorer",
+    "Score",
+    "Scorer",
+    "case_of",
+    "group_normalised",
+    "mixed_rewards",
+]

@@ -40,9 +40,8 @@ class HTTPScorer(JSONClient, Scorer):
         backoff: float = 0.5,
         batch: int = 64,
     ):
-        JSONClient.__init__(self, url, timeout, retries, backoff)
-        Scorer.__init__(self, codec, form)
-        self.batch = batch
+        super().__init__(url, timeout, retries, backoff)
+        self.codec, self.form, self.batch = codec, form, batch
 
     def score_cases(self, cases: Sequence[Case]) -> list[Score]:
         """One score per case, in order. Raises ScorerError."""
@@ -53,7 +52,7 @@ class HTTPScorer(JSONClient, Scorer):
         return [score or next(scores) for score in known]
 
     def _send(self, cases: Sequence[Case]) -> list[Score]:
-        body = [{"ids": list(c.ids), "latents": c.latents.tolist(), "text": c.text, "golds": list(c.golds)} for c in cases]
+        body = [vars(c) | {"ids": list(c.ids), "latents": c.latents.tolist(), "golds": list(c.golds)} for c in cases]
         answer = self._request("POST", "/score_batch", json={"cases": body})
         scores = answer.get("scores") if isinstance(answer, dict) else None
         if not isinstance(scores, list):
