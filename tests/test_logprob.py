@@ -4,6 +4,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,11 +13,15 @@ import torch
 import uvicorn
 
 from alar import protocol
-from alar.baselines.logprob import INVALID, OPEN, LogProbScorer, case_of, group_normalised
+from alar.baselines.logprob import INVALID, OPEN, LogProbReward, LogProbScorer, case_of, group_normalised, mixed_rewards
 from alar.baselines.logprob.client import HTTPScorer, ScorerError
 from alar.baselines.logprob.server import create_app
 from alar.records import Origin, Question, Trajectory, TurnRecord
-from alar.rollout.codec import Codec
+from alar.rl import trainer as module
+from alar.rl.trainer import ARGRPO, RLConfig
+from alar.search.environment import SearchEnvironment
+from alar.search.questions import training_questions, validation_questions
+from alar.tool.protocol import TOOL
 
 PASSAGE = protocol.observation_text([("Peru", "Lima • is its capital.")])
 
@@ -110,6 +115,14 @@ def test_what_the_policy_answered_does_not_matter(scorer):
     assert scorer.score([cut]) == scorer.score([trajectory])
 
 
+def test_another_domains_answer_stands_as_its_form_writes_it(scorer):
+    trajectory = recorded(scorer.codec, ("think",))
+    case = case_of(trajectory, scorer.codec, TOOL)
+    assert (case.before[-3:], case.after) == (">\n\n", "") and "<answer>" in case_of(trajectory, scorer.codec).before
+    (score,) = LogProbScorer(scorer.model, scorer.codec.tokenizer, TOOL).score([trajectory])
+    assert score.gold == "Peru" and score.value != scorer.score([trajectory])[0].value
+
+
 def test_reasoning_that_never_closes_and_questions_without_an_answer_have_their_own_scores(scorer):
     good = recorded(scorer.codec, ("think",))
     open_turn = replace(good, turns=[replace(good.turns[0], mode="none", action=None)])
@@ -126,6 +139,57 @@ def test_group_normalisation_leaves_invalid_members_out():
     values, groups = [-1.0, -3.0, -2.0, INVALID, -0.5, -7.0, -7.0, INVALID], [0, 0, 0, 0, "alone", 2, 2, 3]
     three = (np.array([-1.0, -3.0, -2.0]) + 2) / np.std([-1.0, -3.0, -2.0], ddof=1)
     assert group_normalised(values, groups) == pytest.approx([*three, 0.0, -0.5, 0.0, 0.0, 0.0], abs=1e-5)
+
+
+def test_the_weight_mixes_exact_match_and_the_normalised_score():
+    scores, correct, groups = [-1.0, -3.0, -2.0, -0.5], [True, False, False, True], [0, 0, 0, 1]
+    mixed = partial(mixed_rewards, scores, correct, groups)
+    assert mixed(LogProbReward(0.0)) == [1.0, 0.0, 0.0, 1.0]
+    assert mixed(LogProbReward(1.0)) == pytest.approx([1.0, -1.0, 0.0, -0.5], abs=1e-5)
+    assert mixed(LogProbReward(0.25)) == pytest.approx([1.0, -0.25, 0.0, 0.625], abs=1e-5)
+    assert mixed(LogProbReward(0.25, normalise=False)) == pytest.approx([0.5, -0.75, -0.5, 0.625])
+    repaired = LogProbReward(1.0, normalise=False, variant="repaired")
+    assert mixed_rewards([OPEN, -9.0, INVALID, OPEN, -1.0], [False] * 5, [0, 0, 0, 1, 1], repaired) == [-9, -9, 0, -2, -1]
+    assert mixed_rewards([INVALID], [True], [0], LogProbReward(0.5, normalise=False)) == [0.5]
+    with pytest.raises(ValueError, match="no log-prob score"):
+        mixed_rewards([float("nan")], [True], [0], LogProbReward(0.5))
+    for field, value in {"weight": 1.5, "variant": "other"}.items():
+        with pytest.raises(ValueError, match=f"logprob_reward.{field}"):
+            LogProbReward(**{field: value})
+
+
+CONFIG = RLConfig(
+    steps=2, prompts_per_step=2, group_size=3, learning_rate=1e-3, max_turns=2, max_new_tokens=24, trainable="full",
+    validation_every=1, gradient_accumulation=1, explore_fraction=1.0, logprob_reward=LogProbReward(0.5),
+)
+
+
+def trainer(random_model, folder, **changes) -> ARGRPO:
+    questions = training_questions(4, worlds=1, seed=0), validation_questions(2)
+    return ARGRPO(*random_model(), SearchEnvironment(), *questions, replace(CONFIG, **changes), folder=folder)
+
+
+def test_the_trainer_is_rewarded_with_the_frozen_models_scores(random_model, tmp_path, monkeypatch):
+    ours, seen = trainer(random_model, tmp_path), {}
+    monkeypatch.setattr(module, "token_advantages", lambda s, n, rewards, g, c: seen.update(rewards=rewards) or ([], []))
+    monkeypatch.setattr(module, "trained_rows", lambda rewards, groups, config: [False] * len(rewards))
+    row = ours.step()
+    trajectories, groups = ours.rollouts(1)
+    scores = [score.value for score in LogProbScorer(*random_model()).score(trajectories)]
+    assert any(len(t.latents) for t in trajectories) and len(set(scores)) > 2
+    assert seen["rewards"] == pytest.approx(mixed_rewards(scores, [t.correct for t in trajectories], groups, LogProbReward(0.5)))
+    assert row["score"] == pytest.approx(np.mean(scores), abs=1e-5)
+    monkeypatch.undo()
+    assert ours.step()["trained_share"] == 1 and 0 <= ours.validate()["validation_reward"] <= 1
+
+
+def test_the_trainer_takes_a_servers_scores_for_its_own(random_model, tmp_path, served):
+    rows = [
+        trainer(random_model, tmp_path / name, logprob_reward=LogProbReward(0.5, url=url)).step()
+        for name, url in (("own", ""), ("server", served[0]))
+    ]
+    del rows[0]["seconds"], rows[1]["seconds"]
+    assert rows[0] == pytest.approx(rows[1], nan_ok=True, abs=1e-5)
 
 
 @pytest.fixture(scope="module")

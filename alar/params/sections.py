@@ -39,8 +39,9 @@ OWN_SECTION = {
     "10_serving": "serving",
     "11_length_rewards": "length_rewards",
     "13_self_training": "self_training",
-    "15_static_evaluation": "static",
     "14_dual_vocabulary": "dual_vocabulary",
+    "15_static_evaluation": "static",
+    "16_logprob_reward": "logprob",
 }
 
 # Notebooks that are no part of the study itself: they run when `--only` or a variant's `only` names them, and in the search
@@ -52,6 +53,7 @@ ON_REQUEST = (
     "13_self_training",
     "14_dual_vocabulary",
     "15_static_evaluation",
+    "16_logprob_reward",
 )
 
 
@@ -355,6 +357,24 @@ class DualVocabulary(Supervised):
     steps: CountOrNone = 8  # of RL, from "dual"; 0 = none
 
 
+class Logprob(Section):
+    """Notebook 16: the log-prob reward beside exact match, and FrozenLake. Prompts and optimiser are those of `rl`."""
+
+    checkpoint: Location = ""  # a model folder to start from; "" = the run's mode warm-up
+    weights: Annotated[list[Share], Field(min_length=1)] = [0.0, 0.5]  # of the log-prob score; 0 = exact match alone
+    normalise: bool = True  # within the group
+    variant: Literal["published", "repaired"] = "published"  # repaired: never closing is as bad as the group's worst
+    url: str = ""  # of a scorer server; "" = the frozen start, in process
+    steps: Count = 12  # of each weight
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.01
+    validation_every: CountOrNone = 6  # 0 = never
+    shown_questions: Count = 16  # whose rollouts are scored to be looked at
+    lakes: CountOrNone = 1200  # to imitate; 0 = no walks
+    lake_epochs: Annotated[float, Field(gt=0)] = 2.0
+    lake_learning_rate: Rate = 1.5e-3
+    lake_tests: Count = 200
+
+
 class Experiment(Section):
     """Everything one parameter file says about one run (or about one of its variants)."""
 
@@ -377,6 +397,7 @@ class Experiment(Section):
     self_training: SelfTraining = SelfTraining()
     static: Static = Static()
     dual_vocabulary: DualVocabulary = DualVocabulary()
+    logprob: Logprob = Logprob()
     only: tuple[str, ...] = Field(default=(), exclude=True)  # stages a variant is limited to
     stated: tuple[tuple[str, str, str], ...] = Field(default=(), exclude=True)  # (section, key, where) in the files
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from alar.baselines.length_rewards import LengthReward
+from alar.baselines.logprob.reward import LogProbReward
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,16 @@ class RLConfig:
     checkpoint_every: int = 10
     select: str = "best"  # "best" | "last": which weights are returned, by reward on the validation questions
     length_reward: LengthReward | None = None  # in place of AR-GRPO's reward: a compared method, on explicit reasoning
+    logprob_reward: LogProbReward | None = None  # in place of AR-GRPO's reward: exact match and the golds' log-probability
     seed: int = 0
 
     def __post_init__(self):
         if isinstance(self.length_reward, Mapping):  # from a file
             object.__setattr__(self, "length_reward", LengthReward(**self.length_reward))
+        if isinstance(self.logprob_reward, Mapping):
+            object.__setattr__(self, "logprob_reward", LogProbReward(**self.logprob_reward))
+        if self.length_reward and self.logprob_reward:
+            raise ValueError("rl.length_reward and rl.logprob_reward both replace AR-GRPO's reward: choose one")
         choices = {
             "variant": ("published", "repaired"),
             "credit": ("trajectory", "turn"),

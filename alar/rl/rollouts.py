@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from alar.baselines.length_rewards import Sample, length_rewards
+from alar.baselines.logprob.reward import mixed_rewards
 from alar.records import Question, Trajectory
 from alar.rl.config import RLConfig
 from alar.rl.objective import group_advantages, informative_groups, mode_advantages, mode_information
@@ -26,7 +27,8 @@ from alar.rollout.modes import block_start
 @dataclass(frozen=True)
 class Summary:
     """Per turn: `modes` (latent, text, None without a block), `tags` (span of the open tag among the trajectory's ids, empty
-    where it was written in other pieces), and `hard`. `forced` trajectories did not choose all of their modes themselves."""
+    where it was written in other pieces), and `hard`. `forced` trajectories did not choose all of their modes themselves.
+    `score` is that of the log-prob reward, NaN without one."""
 
     correct: bool
     well_formed: bool
@@ -40,9 +42,10 @@ class Summary:
     forced: bool
     question: str = ""
     grade: float | None = None
+    score: float = float("nan")
 
     @classmethod
-    def of(cls, trajectory: Trajectory, codec: Codec) -> Summary:
+    def of(cls, trajectory: Trajectory, codec: Codec, score: float = float("nan")) -> Summary:
         latent_of = {"latent": True, "think": False}
         modes = tuple(latent_of.get(turn.mode) for turn in trajectory.turns)
         return cls(
@@ -58,6 +61,7 @@ class Summary:
             forced=any(turn.forced_mode for turn in trajectory.turns),
             question=trajectory.question.id,
             grade=trajectory.grade,
+            score=score,
         )
 
 
@@ -116,6 +120,8 @@ def rewards_of(summaries: Sequence[Summary], groups: Sequence[Hashable], config:
     if config.length_reward:
         samples = [Sample(g, s.correct, s.generated_tokens, s.question) for s, g in zip(summaries, groups, strict=True)]
         return length_rewards(samples, config.length_reward)
+    if config.logprob_reward:
+        return mixed_rewards([s.score for s in summaries], [s.correct for s in summaries], groups, config.logprob_reward)
     return shaped_rewards(
         outcomes_of(summaries, groups),
         step=step,
@@ -195,8 +201,8 @@ def rollout_metrics(
 
 def validation_metrics(summaries: Sequence[Summary], config: RLConfig) -> dict[str, float]:
     """Of greedy rollouts, one per question; their reward is that of the last step, where diversity no longer pays. Under a
-    length reward, which compares samples of one prompt, it is the accuracy."""
-    if config.length_reward:
+    length or log-prob reward, which compare samples of one prompt, it is the accuracy."""
+    if config.length_reward or config.logprob_reward:
         rewards = [float(s.correct) for s in summaries]
     else:
         rewards = rewards_of(summaries, range(len(summaries)), config, config.steps)

@@ -18,6 +18,7 @@ import torch
 
 from alar.baselines.dual.constraint import PhaseConstraint
 from alar.baselines.length_rewards import with_stated_limit
+from alar.baselines.logprob.client import scorer_of
 from alar.jsonl import replacing
 from alar.records import Origin, Question, Trajectory
 from alar.rl.config import RLConfig, learning_rate_at
@@ -125,6 +126,7 @@ class ARGRPO:
         self.engine = HFEngine(base, tokenizer)
         off_policy = config.length_reward and config.length_reward.off_policy
         self.sampler = HFEngine(self.reference, tokenizer) if off_policy else self.engine
+        self.scorer = scorer_of(config.logprob_reward, self.reference, tokenizer, environment.form)
         self.done = 0
         self.best = float("-inf")
         self.rows: list[dict] = []
@@ -152,7 +154,8 @@ class ARGRPO:
         number = self.done + 1
         self.model.eval()
         trajectories, groups = self.rollouts(number)
-        summaries = [Summary.of(t, self.engine.codec) for t in trajectories]
+        scores = [score.value for score in self.scorer.score(trajectories)] if self.scorer else [float("nan")] * len(trajectories)
+        summaries = [Summary.of(t, self.engine.codec, score) for t, score in zip(trajectories, scores)]
         rewards = rewards_of(summaries, groups, config, number)
         lengths = [len(t.ids) for t in trajectories]
         advantages, _ = token_advantages(summaries, lengths, rewards, groups, config)
@@ -164,6 +167,7 @@ class ARGRPO:
         return {
             **rollout_metrics(summaries, p_latent, rewards, groups, config, number),
             "learning_rate": learning_rate_at(number - 1, config),
+            **({"score": sum(scores) / len(scores)} if self.scorer else {}),
             "trained_tokens": sum(lengths[row] for row in trained),
             **update,
             "seconds": round(time.perf_counter() - started, 2),

@@ -6,7 +6,18 @@ after the reasoning block of the last turn; −2 where that block never closes, 
 (the second seed's MATH_LogProb reward). Scored in process or by a server, the same numbers.
 """
 
-from alar.baselines.logprob.reward import group_normalised
+from alar.baselines.logprob.reward import LogProbReward, group_normalised, mixed_rewards
 from alar.baselines.logprob.scoring import INVALID, OPEN, Case, LogProbScorer, Score, Scorer, case_of
 
-__all__ = ["INVALID", "OPEN", "Case", "LogProbScorer", "Score", "Scorer", "case_of", "group_normalised"]
+__all__ = [
+    "INVALID",
+    "OPEN",
+    "Case",
+    "LogProbReward",
+    "LogProbScorer",
+    "Score",
+    "Scorer",
+    "case_of",
+    "group_normalised",
+    "mixed_rewards",
+]

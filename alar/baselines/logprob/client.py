@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from alar import protocol
-from alar.baselines.logprob.scoring import Case, Score, Scorer
+from alar.baselines.logprob.reward import LogProbReward
+from alar.baselines.logprob.scoring import Case, LogProbScorer, Score, Scorer
 from alar.rollout.codec import Codec
 from alar.web.client import JSONClient
 
@@ -24,7 +25,7 @@ class HTTPScorer(JSONClient, Scorer):
 
     error = ScorerError
     service = "scorer server"
-    parameter = "logprob.url"
+    parameter = "logprob_reward.url"
     path = "/score_batch"
     command = "python -m alar.baselines.logprob.server FOLDER --port …"
 
@@ -39,9 +40,8 @@ class HTTPScorer(JSONClient, Scorer):
         backoff: float = 0.5,
         batch: int = 64,
     ):
-        JSONClient.__init__(self, url, timeout, retries, backoff)
-        Scorer.__init__(self, codec, form)
-        self.batch = batch
+        super().__init__(url, timeout, retries, backoff)
+        self.codec, self.form, self.batch = codec, form, batch
 
     def score_cases(self, cases: Sequence[Case]) -> list[Score]:
         """One score per case, in order. Raises ScorerError."""
@@ -52,7 +52,7 @@ class HTTPScorer(JSONClient, Scorer):
         return [score or next(scores) for score in known]
 
     def _send(self, cases: Sequence[Case]) -> list[Score]:
-        body = [{"ids": list(c.ids), "latents": c.latents.tolist(), "text": c.text, "golds": list(c.golds)} for c in cases]
+        body = [vars(c) | {"ids": list(c.ids), "latents": c.latents.tolist(), "golds": list(c.golds)} for c in cases]
         answer = self._request("POST", "/score_batch", json={"cases": body})
         scores = answer.get("scores") if isinstance(answer, dict) else None
         if not isinstance(scores, list):
@@ -66,3 +66,12 @@ class HTTPScorer(JSONClient, Scorer):
         if not isinstance(value, (int, float)) or isinstance(value, bool) or value != value:
             raise self._failure(f"case {number} has no score: {str(item)[:80]}")
         return Score(float(value), str(item.get("gold", "")), str(item.get("problem", "")))
+
+
+def scorer_of(settings: LogProbReward | None, model, tokenizer, form: protocol.Form) -> Scorer | None:
+    """What scores the rollouts under these settings: a server, or `model` in process; None where nothing is to be scored."""
+    if settings is None or settings.weight == 0:
+        return None
+    if settings.url:
+        return HTTPScorer(settings.url, Codec.of(model, tokenizer, form), form)
+    return LogProbScorer(model, tokenizer, form)

@@ -38,12 +38,13 @@ class Score:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to score. `ids` and the z of their latent positions (N, H) are the record up to the closing tag, `text` is
-    what follows of it up to that tag's end, not tokenised yet. `closed` is False where the reasoning never closes."""
+    """One thing to score. `ids` and the z of their latent positions (N, H) are the record up to the closing tag, `before`
+    and `after` the text around an answer that goes on from there. `closed` is False where the reasoning never closes."""
 
     ids: Sequence[int]
     latents: np.ndarray
-    text: str
+    before: str
+    after: str
     golds: tuple[str, ...]
     closed: bool = True
 
@@ -59,16 +60,22 @@ class Case:
         return None if self.closed else Score(OPEN, problem="the reasoning never closes")
 
 
-def case_of(trajectory: Trajectory, codec: Codec) -> Case:
-    """The trajectory up to the end of its last turn's reasoning block.
+def around_answer(form: protocol.Form) -> tuple[str, str]:
+    """What a turn of this form writes between its reasoning and its answer, and behind the answer."""
+    opening, _, closing = form.action("answer", _MARK).partition(_MARK)
+    return protocol.BLOCK_SEPARATOR + opening, closing
+
+
+def case_of(trajectory: Trajectory, codec: Codec, form: protocol.Form = protocol.SEARCH) -> Case:
+    """The trajectory up to the end of its last turn's reasoning block, and what follows where its `form` gives an answer.
 
     Forced pieces of `</latent>` stay as they are; the piece that completes a written `</think>` may hold more than the tag
     (`>\\n\\n`), so its part of the tag is tokenised again with the answer.
     """
-    golds = trajectory.question.answers
+    golds, (opening, after) = trajectory.question.answers, around_answer(form)
     last = trajectory.turns[-1] if trajectory.turns else None
     if last is None or last.mode not in ("think", "latent"):
-        return Case((), _latents(trajectory, 0), "", golds, closed=False)
+        return Case((), _latents(trajectory, 0), "", "", golds, closed=False)
     tag = (protocol.THINK_CLOSE if last.mode == "think" else protocol.LATENT_CLOSE).encode()
     table, written = codec.piece_bytes, b""
     for place in range(last.start, last.end):
@@ -78,9 +85,9 @@ def case_of(trajectory: Trajectory, codec: Codec) -> Case:
         if end >= len(tag):
             break
     if trajectory.origins[place] == Origin.FORCED:
-        return Case(trajectory.ids[: place + 1], _latents(trajectory, place), "", golds)
-    text = written[before:end].decode(errors="replace")
-    return Case(trajectory.ids[:place], _latents(trajectory, place), text, golds)
+        return Case(trajectory.ids[: place + 1], _latents(trajectory, place), opening, after, golds)
+    tail = written[before:end].decode(errors="replace")
+    return Case(trajectory.ids[:place], _latents(trajectory, place), tail + opening, after, golds)
 
 
 def _latents(trajectory: Trajectory, length: int) -> np.ndarray:
@@ -88,12 +95,10 @@ def _latents(trajectory: Trajectory, length: int) -> np.ndarray:
     return trajectory.latents[: trajectory.count(Origin.LATENT, span=(0, length))]
 
 
-def answer_tokens(codec: Codec, text: str, gold: str, form: protocol.Form) -> tuple[list[int], int]:
-    """(ids, how many of them stand before the gold) of `text`, the separator and an answer, up to the gold's last piece."""
-    opening, _, closing = form.action("answer", _MARK).partition(_MARK)
-    before = normalize("NFC", text + protocol.BLOCK_SEPARATOR + opening)  # as Qwen's tokenizers do, before bytes are counted
-    gold = normalize("NFC", gold)
-    ids = codec.untrusted(before + gold + closing)
+def answer_tokens(codec: Codec, before: str, gold: str, after: str) -> tuple[list[int], int]:
+    """(ids, how many of them stand before the gold) of the text around a gold answer, up to the gold's last piece."""
+    before, gold = normalize("NFC", before), normalize("NFC", gold)  # as Qwen's tokenizers do, before bytes are counted
+    ids = codec.untrusted(before + gold + after)
     edges = np.cumsum([len(codec.piece_bytes[token]) for token in ids])  # byte at which each piece ends
     start = len(before.encode())
     first = int(np.searchsorted(edges, start, side="right"))
@@ -104,11 +109,11 @@ def answer_tokens(codec: Codec, text: str, gold: str, form: protocol.Form) -> tu
 class Scorer(ABC):
     """Scores trajectories whose turns are written in `form`; `codec` is that of the policy which wrote them."""
 
-    def __init__(self, codec: Codec, form: protocol.Form = protocol.SEARCH):
-        self.codec, self.form = codec, form
+    codec: Codec
+    form: protocol.Form
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        return self.score_cases([case_of(trajectory, self.codec) for trajectory in trajectories])
+        return self.score_cases([case_of(trajectory, self.codec, self.form) for trajectory in trajectories])
 
     @abstractmethod
     def score_cases(self, cases: Sequence[Case]) -> list[Score]:
@@ -122,7 +127,7 @@ class LogProbScorer(Scorer):
     """
 
     def __init__(self, model, tokenizer, form: protocol.Form = protocol.SEARCH, *, batch_tokens: int = 16384):
-        super().__init__(Codec.of(model, tokenizer, form), form)
+        self.codec, self.form = Codec.of(model, tokenizer, form), form
         self.model, self.batch_tokens = model.eval(), batch_tokens
 
     @property
@@ -152,7 +157,8 @@ class LogProbScorer(Scorer):
         for number, case in enumerate(cases):
             self.check(case)
             known = case.without_model()
-            found = [] if known else [(gold, *answer_tokens(self.codec, case.text, gold, self.form)) for gold in case.answers]
+            answers = [] if known else case.answers
+            found = [(gold, *answer_tokens(self.codec, case.before, gold, case.after)) for gold in answers]
             fitting = [(number, gold, [*case.ids, *ids], len(case.ids) + first) for gold, ids, first in found
                        if len(case.ids) + len(ids) <= self.positions]
             rows += fitting

@@ -9,9 +9,9 @@
 
 what the policy wrote so far, observations included; or a record, which is exact and carries z,
 
-    {"ids": [...], "latents": [[...], ...], "text": ">", "golds": ["Peru"]}
+    {"ids": [...], "latents": [[...], ...], "before": ">\\n\\n<answer>", "after": "</answer>", "golds": ["Peru"]}
 
-as `alar.baselines.logprob.case_of` makes it. A response without the end of a reasoning block scores −2, a question without
+as `alar.baselines.logprob.case_of` makes it of any domain's trajectories. A response without the end of a reasoning block scores −2, a question without
 a gold answer or a context beyond the model's positions −100, both with a `problem` in words. What cannot be a case is refused
 with 422. `GET /health` answers once the model is loaded. Requests that arrive together share forward passes.
 """
@@ -32,7 +32,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, FiniteFloat, Tag
 
 from alar import protocol
-from alar.baselines.logprob.scoring import Case, LogProbScorer
+from alar.baselines.logprob.scoring import Case, LogProbScorer, around_answer
 from alar.model import load
 from alar.rollout.codec import Codec
 from alar.web import service
@@ -64,8 +64,10 @@ class TextCase(_Strict):
 class RecordCase(_Strict):
     ids: Annotated[list[int], Field(min_length=1)]
     latents: list[list[FiniteFloat]] = []
-    text: Text = ""
+    before: Text = ""
+    after: Text = ""
     golds: Golds
+    closed: bool = True
 
 
 def _kind(case: Any) -> str:
@@ -98,7 +100,8 @@ def text_case(request: TextCase, codec: Codec) -> Case:
     closed = protocol.parse_turn(last).mode == "think"
     reasoning = last[: last.index(protocol.THINK_CLOSE) + len(protocol.THINK_CLOSE)] if closed else ""
     ids = codec.prompt(request.question) + codec.encode(before)
-    return Case(ids, np.zeros((0, 0), np.float32), reasoning, tuple(request.golds), closed)
+    opening, after = around_answer(protocol.SEARCH)
+    return Case(ids, np.zeros((0, 0), np.float32), reasoning + opening, after, tuple(request.golds), closed)
 
 
 def record_case(request: RecordCase) -> Case:
@@ -106,7 +109,7 @@ def record_case(request: RecordCase) -> Case:
     if any(len(row) != width for row in request.latents):
         raise ValueError("latents: the vectors have different sizes")
     latents = np.asarray(request.latents, dtype=np.float32).reshape(len(request.latents), width)
-    return Case(request.ids, latents, request.text, tuple(request.golds))
+    return Case(request.ids, latents, request.before, request.after, tuple(request.golds), request.closed)
 
 
 def create_app(scorer: LogProbScorer, *, max_batch: int = 64, max_wait: float = 0.004) -> FastAPI:
