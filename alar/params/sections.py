@@ -37,12 +37,13 @@ OWN_SECTION = {
     "08_latent_inspector": "inspector",
     "09_benchmarks": "bench",
     "10_serving": "serving",
+    "11_length_rewards": "length_rewards",
     "13_self_training": "self_training",
     "15_static_evaluation": "static",
 }
 
 # Notebooks that are no part of the study itself: they run when `--only` or a variant's `only` names them.
-ON_REQUEST = ("09_benchmarks", "10_serving", "13_self_training", "15_static_evaluation")
+ON_REQUEST = ("09_benchmarks", "10_serving", "11_length_rewards", "13_self_training", "15_static_evaluation")
 
 
 class Section(BaseModel):
@@ -268,6 +269,30 @@ class Serving(Section):
     turns: Count = 128  # per measurement; fewer where few are written at once
 
 
+class LengthRewards(Section):
+    """Notebook 11: RL on explicit reasoning. Prompts, group, learning rate and trainer are those of `rl`."""
+
+    methods: Annotated[list[Literal["shorterbetter", "thinkprune", "o1pruner"]], Field(min_length=1)] = [
+        "shorterbetter", "thinkprune", "o1pruner"
+    ]
+    steps: Count = 21  # of each method
+    kl_coefficient: Annotated[float, Field(ge=0)] = 1e-3
+    norm_adv_by_std: bool = True
+    correct_weight: Annotated[float, Field(ge=0)] = 2.0  # ShorterBetter's a
+    length_weight: Annotated[float, Field(ge=0)] = 1e-3  # ShorterBetter's b, per token
+    limit_fractions: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)] = [1.2, 0.9, 0.6]
+    state_limit: bool = False  # published: True; the embedded base has never read an instruction but its own
+    accuracy_weight: Annotated[float, Field(ge=0)] = 2.0  # O1-Pruner's λ
+    reference_samples: Annotated[int, Field(ge=2)] = 12  # O1-Pruner's K
+    validation_every: CountOrNone = 7  # 0 = never
+
+    def inconsistencies(self):
+        if self.steps < len(self.limit_fractions) and "thinkprune" in self.methods:
+            return [("limit_fractions", f"{len(self.limit_fractions)} rounds of ThinkPrune need as many steps; there are "
+                                        f"{self.steps}")]
+        return []
+
+
 class SelfTraining(Supervised):
     """Concise self-training and direct SFT, on the search domain or on an answer dataset."""
 
@@ -276,8 +301,7 @@ class SelfTraining(Supervised):
     dataset: LocationOrName = ""  # "" = the search domain; "arithmetic", "gsm8k", …, or a file
     test_dataset: LocationOrName = ""  # "" = the test split of `dataset`; a file needs another one
     form: Literal["tagged", "raw"] = "tagged"  # of an answer dataset's turns
-    questions: Count = 600
-    test_questions: Count = 1600
+    questions: Count = 600  # sampled from; the test has eval.questions
     samples: Count = 4  # N of each pass; published: 16
     temperature: Annotated[float, Field(gt=0)] = 0.7
     exemplars: CountOrNone = 2  # before each question of the few-shot pass; 0 = no such pass; published: 8
@@ -322,6 +346,7 @@ class Experiment(Section):
     inspector: Inspector = Inspector()
     bench: Bench = Bench()
     serving: Serving = Serving()
+    length_rewards: LengthRewards = LengthRewards()
     self_training: SelfTraining = SelfTraining()
     static: Static = Static()
     only: tuple[str, ...] = Field(default=(), exclude=True)  # stages a variant is limited to
