@@ -312,8 +312,7 @@ class SelfTraining(Supervised):
     dataset: LocationOrName = ""  # "" = the search domain; "arithmetic", "gsm8k", …, or a file
     test_dataset: LocationOrName = ""  # "" = the test split of `dataset`; a file needs another one
     form: Literal["tagged", "raw"] = "tagged"  # of an answer dataset's turns
-    questions: Count = 600
-    test_questions: Count = 1600
+    questions: Count = 600  # sampled from; the test has eval.questions
     samples: Count = 4  # N of each pass; published: 16
     temperature: Annotated[float, Field(gt=0)] = 0.7
     exemplars: CountOrNone = 2  # before each question of the few-shot pass; 0 = no such pass; published: 8
