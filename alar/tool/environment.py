@@ -73,7 +73,10 @@ def verdict(trajectory: Trajectory) -> CheckResult:
 def toolmind_score(trajectory: Trajectory) -> float:
     """`dense_score` averaged over the turns of calls that were made or expected; −0.2 for a malformed trajectory."""
     calls, problem = _calls_made(trajectory)
-    expected = [reference_calls(map(_without_optional, turn)) for turn in request_of(trajectory.question).truth or ()]
+    request = request_of(trajectory.question)
+    if request.truth is None and not problem:  # the category alone decides
+        return SUCCESS if check_turns(calls, request).correct else -0.2
+    expected = [reference_calls(map(_without_optional, turn)) for turn in request.truth or ()]
     if problem or not (calls or expected):
         return -0.2 if problem else SUCCESS
     scores = [dense_score(made or [], wanted or []) for made, wanted in zip_longest(calls, expected)]
