@@ -18,7 +18,8 @@ from alar.tool.requests import Request, bfcl_request
 from alar.tool.toolmind import dense_score, load_rows, read_row
 
 fuzz = partial(settings, deadline=None, derandomize=True, max_examples=80)
-TAGGED = st.sampled_from(["<tool_call>", "</tool_call>", "</think>", "<latent>", "<|im_end|>", "\ud800", "é“”", "\u2028", "a" * 3000, ""])
+TAGS = ["<tool_call>", "</tool_call>", "</think>", "<latent>", "<|im_end|>"]
+TAGGED = st.sampled_from([*TAGS, "\ud800", "é“”", "\u2028", "a" * 3000, ""])
 TEXT = st.one_of(st.text(st.characters(), max_size=8), TAGGED)
 SOUND = TEXT.filter(lambda text: "\ud800" not in text)
 NUMBERS = st.one_of(st.integers(-(10**30), 10**30), st.floats())
@@ -30,7 +31,11 @@ SOUND_JSON = st.recursive(
     st.one_of(SOUND, st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.booleans(), st.none()),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(SOUND, inner, max_size=3)), max_leaves=6,
 )
-CALLS = st.lists(st.fixed_dictionaries({"name": TEXT, "arguments": st.dictionaries(TEXT, JSON, max_size=3)}), min_size=1, max_size=3)
+
+
+def calls_of(text, value):
+    call = st.fixed_dictionaries({"name": text, "arguments": st.dictionaries(text, value, max_size=3)})
+    return st.lists(call, min_size=1, max_size=3)
 
 
 def deep(levels, brackets="[]"):
@@ -52,11 +57,12 @@ def judged(question: Question, text: str) -> Trajectory:
     parsed = parse_turn(text)
     turn = TurnRecord(0, 0, parsed.mode, parsed.action, parsed.argument, parsed.well_formed, parsed.problem)
     done = parsed.action is not None
-    return Trajectory(question, [], [], [], np.zeros((0, 0)), [turn], parsed.argument if done else None, finish="answer" if done else "")
+    said, finish = (parsed.argument, "answer") if done else (None, "max_turns")
+    return Trajectory(question, [], [], [], np.zeros((0, 0)), [turn], said, finish=finish)
 
 
 @fuzz()
-@given(st.lists(st.fixed_dictionaries({"name": SOUND, "arguments": st.dictionaries(SOUND, SOUND_JSON, max_size=3)}), min_size=1, max_size=3))
+@given(calls_of(SOUND, SOUND_JSON))
 def test_every_call_that_can_be_written_is_read_back(calls):
     """Also one whose arguments hold a tag: it is written with an escape."""
     parsed = parse_turn(f"<think>so</think>\n\n{calls_text(calls)}")
@@ -64,7 +70,7 @@ def test_every_call_that_can_be_written_is_read_back(calls):
 
 
 @fuzz(max_examples=200)
-@given(calls=CALLS, number=st.integers(0, 10**6))
+@given(calls=calls_of(TEXT, JSON), number=st.integers(0, 10**6))
 def test_any_call_gets_a_verdict_a_score_and_a_reason_that_can_be_stored(questions, calls, number):
     item = questions[number % len(questions)]
     if number % 3 == 0 and item.functions:  # a known function, with some of its parameters
@@ -85,10 +91,11 @@ def test_any_call_gets_a_verdict_a_score_and_a_reason_that_can_be_stored(questio
     assert Trajectory.from_json(json.loads(line)).turns == trajectory.turns
 
 
-@pytest.mark.parametrize("value", [deep(400), deep(700), deep(950), '{"a":' * 300 + "1" + "}" * 300, '"' + deep(900).replace('"', "") + '"'])
+@pytest.mark.parametrize("value", [deep(400), deep(700), deep(950), '{"a":' * 300 + "1" + "}" * 300, f'"{deep(900)}"'])
 def test_deeply_nested_arguments_are_wrong_not_fatal(value):
     text = f'<think>so</think>\n\n<tool_call>\n{{"name": "f", "arguments": {{"x": {value}}}}}\n</tool_call>'
-    function = {"name": "f", "description": "", "parameters": {"type": "dict", "properties": {"x": {"type": "array", "items": {"type": "any"}}}}}
+    listed = {"type": "dict", "properties": {"x": {"type": "array", "items": {"type": "any"}}}}
+    function = {"name": "f", "description": "", "parameters": listed}
     truth = (({"f": {"x": [[1]]}},),)
     trajectory = judged(Request(({"role": "user", "content": "x"},), (function,), truth, "multiple").question("x"), text)
     assert not verdict(trajectory).correct and toolmind_score(trajectory) < 1.5
@@ -104,7 +111,7 @@ def test_a_score_without_expected_calls_follows_the_category():
         assert verdict(trajectory).correct == right and (toolmind_score(trajectory) == 1.5) == right
 
 
-@pytest.mark.parametrize("piece", ["<tool_call>", "<tool_call>{", "</tool_call>", "<think>", "<tool_call></tool_call>", " ", "<", "•", "é"])
+@pytest.mark.parametrize("piece", [*TAGS, "<tool_call>{", "<think>", "<tool_call></tool_call>", " ", "<", "•", "é"])
 def test_long_outputs_are_parsed_in_time_that_grows_with_their_length(piece):
     """Thirty thousand repetitions: anything quadratic would take minutes."""
     for head in ("", "<think>so</think>\n\n"):
@@ -198,7 +205,8 @@ ROW_PIECES = st.sampled_from([
     {"name": "f", "parameters": json.loads('{"properties":' * 120 + "{}" + "}" * 120)},
 ])
 ROWS = st.fixed_dictionaries({
-    "conversations": st.one_of(ROW_PIECES, st.lists(ROW_PIECES, max_size=5)), "tools": st.one_of(ROW_PIECES, st.lists(ROW_PIECES, max_size=3)),
+    "conversations": st.one_of(ROW_PIECES, st.lists(ROW_PIECES, max_size=5)),
+    "tools": st.one_of(ROW_PIECES, st.lists(ROW_PIECES, max_size=3)),
 })
 
 

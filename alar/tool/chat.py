@@ -61,12 +61,14 @@ def turn_text(message: Mapping[str, Any], names: Mapping[str, str]) -> str:
         if block:
             reasoning, content = block[1], content[block.end() :]
     calls = [_call(entry, names) for entry in message.get("tool_calls") or ()]
-    action = "\n".join(filter(None, [content.strip(), calls_text(calls)]))
-    text = f"{protocol.think_block(reasoning)}{protocol.BLOCK_SEPARATOR}{action}" if reasoning else action
     try:
+        action = "\n".join(filter(None, [content.strip(), calls_text(calls)]))
+        text = f"{protocol.think_block(reasoning)}{protocol.BLOCK_SEPARATOR}{action}" if reasoning else action
         text.encode()
     except UnicodeEncodeError:
         raise Unrepresentable("the answer holds text that is no Unicode") from None
+    except RecursionError:
+        raise Unrepresentable("the arguments of a call in the answer are nested too deeply") from None
     return text
 
 

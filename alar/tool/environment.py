@@ -23,8 +23,9 @@ class ToolEnvironment:
     """Executes the calls of functions that the request offers and the whitelist holds.
 
     `judge` is "official", BFCL's checker, or "toolmind", the score that ToolMind's teacher rollouts are kept by: it forgives
-    further arguments and JSON-like differences of type, and it is dense: trajectories get a grade, which the reward uses. `execute=False` is for requests about functions that nobody here can
-    run (BFCL, ToolMind): a trajectory then ends with its first calls, as in BFCL's single-turn categories.
+    further arguments and JSON-like differences of type, and it is dense: trajectories get a grade, which the reward uses.
+    `execute=False` is for requests about functions that nobody here can run (BFCL, ToolMind): a trajectory then ends with its
+    first calls, as in BFCL's single-turn categories.
     """
 
     form = TOOL

@@ -205,8 +205,10 @@ def _truth(call: dict) -> dict:
 
 
 def _accepted(value: Any) -> Any:
-    """An accepted value as BFCL writes it: inside a dict, or a list of dicts, every value is a list of accepted ones again. There an
-    empty text would say that the key may be left out; a blank does not, and equals it, since texts compare without blanks."""
+    """An accepted value as BFCL writes it: inside a dict, or a list of dicts, every value is a list of accepted ones again.
+
+    There an empty text would say that the key may be left out; a blank does not, and equals it: texts compare without blanks.
+    """
     if isinstance(value, dict):
         return {key: [" "] if inner == "" else [inner] for key, inner in value.items()}
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
