@@ -28,15 +28,15 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 def tool_chat(ids: Sequence[int], codec: Codec) -> tuple[dict, Reading]:
     """`messages` and `tools` of a context that ends where the assistant is to write, and how the answer is read."""
     segments = _segments(ids, codec)
-    if len(segments) < 2 or segments[0][0] != "system" or segments[-1] != ("assistant", ""):
-        raise Unrepresentable("the context does not begin with the functions, or does not end where a turn begins")
-    system, tools = _system(segments[0][1])
+    if segments[-1:] != [("assistant", "")]:
+        raise Unrepresentable("the context does not end where a turn begins")
+    system, tools = _system(segments.pop(0)[1]) if segments[0][0] == "system" else ("", [])
     sent = _names_sent([tool["function"]["name"] for tool in tools])
     for tool in tools:
         tool["function"]["name"] = sent[tool["function"]["name"]]
     messages: list[dict] = [{"role": "system", "content": system}] if system else []
     unanswered: list[str] = []  # ids of the calls that the next message answers
-    for role, text in segments[1:-1]:
+    for role, text in segments[:-1]:
         if role == "assistant":
             message = _assistant(text, len(messages), sent)
             messages.append(message)
@@ -61,12 +61,14 @@ def turn_text(message: Mapping[str, Any], names: Mapping[str, str]) -> str:
         if block:
             reasoning, content = block[1], content[block.end() :]
     calls = [_call(entry, names) for entry in message.get("tool_calls") or ()]
-    action = "\n".join(filter(None, [content.strip(), calls_text(calls)]))
-    text = f"{protocol.think_block(reasoning)}{protocol.BLOCK_SEPARATOR}{action}" if reasoning else action
     try:
+        action = "\n".join(filter(None, [content.strip(), calls_text(calls)]))
+        text = f"{protocol.think_block(reasoning)}{protocol.BLOCK_SEPARATOR}{action}" if reasoning else action
         text.encode()
     except UnicodeEncodeError:
         raise Unrepresentable("the answer holds text that is no Unicode") from None
+    except RecursionError:
+        raise Unrepresentable("the arguments of a call in the answer are nested too deeply") from None
     return text
 
 
@@ -94,7 +96,7 @@ def _system(text: str) -> tuple[str, list[dict]]:
     """The system's own text, and the functions below it: one JSON object a line, so that none can hold the heading."""
     system, heading, listed = text.rpartition(_HEAD)
     if not heading or not listed.endswith(f"\n</tools>{_FOOT}"):
-        raise Unrepresentable("the context does not begin with the functions")
+        return text, []
     lines = listed.removesuffix(f"\n</tools>{_FOOT}").split("\n")[1:]
     return system.removesuffix("\n\n"), [json.loads(line) for line in lines]
 

@@ -35,7 +35,11 @@ class ReplayEnvironment(ToolEnvironment):
         calls, problem = parse_calls(turn.argument)
         if problem:
             return Observation("", end=problem)
-        keys, recorded = [call_key(call) for call in calls], self.recorded[row]
+        recorded = self.recorded[row]
+        try:
+            keys = [call_key(call) for call in calls]
+        except RecursionError:  # arguments nested more deeply than any of the data
+            return Observation("", end=UNRECORDED)
         if all(key in recorded for key in keys):
             return Observation(responses_text([recorded[key] for key in keys]))
         return Observation("", end="answer" if set(keys) <= self.last[row] else UNRECORDED)

@@ -105,6 +105,7 @@ def read_row(record: dict, *, whole: bool = False) -> ToolMindRow:
     first = next(message["content"] for message in history if message["role"] == "user")
     truth = tuple(tuple(_truth(call) for call in turn) for turn in expected)
     category = "multi_turn" if len(truth) > 1 else "multiple" if len(truth[0]) == 1 else "parallel_multiple"
+    _digest(expected)  # of text, as all that is stored
     request = Request(history, functions, truth, category)
     responses = _responses(messages, turns, expected) if whole else ()
     return ToolMindRow(_digest([history, functions]), _digest([first, functions]), request, expected[-1], responses)
@@ -191,8 +192,11 @@ def _matches(call: dict, wanted: dict) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equality by JSON text, for which True is not 1."""
-    return json.dumps(coerced(a), sort_keys=True) == json.dumps(coerced(b), sort_keys=True)
+    """Equality by JSON text, for which True is not 1; False for what is nested too deeply."""
+    try:
+        return json.dumps(coerced(a), sort_keys=True) == json.dumps(coerced(b), sort_keys=True)
+    except RecursionError:
+        return False
 
 
 def _truth(call: dict) -> dict:
@@ -201,9 +205,12 @@ def _truth(call: dict) -> dict:
 
 
 def _accepted(value: Any) -> Any:
-    """An accepted value as BFCL writes it: inside a dict, or a list of dicts, every value is a list of accepted ones again."""
+    """An accepted value as BFCL writes it: inside a dict, or a list of dicts, every value is a list of accepted ones again.
+
+    There an empty text would say that the key may be left out; a blank does not, and equals it: texts compare without blanks.
+    """
     if isinstance(value, dict):
-        return {key: [inner] for key, inner in value.items()}
+        return {key: [" "] if inner == "" else [inner] for key, inner in value.items()}
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         return [_accepted(item) for item in value]
     return value

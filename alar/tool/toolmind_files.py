@@ -36,7 +36,8 @@ def read_records(files: list[Path]) -> Iterator[dict]:
                 except (ValueError, RecursionError) as error:
                     raise ValueError(f"{file}, line {number}: is not JSON ({error}); fetch the file again") from None
                 if not isinstance(record, dict):
-                    raise ValueError(f"{file}, line {number}: is {type(record).__name__}, not an object with conversations and tools")
+                    kind = type(record).__name__
+                    raise ValueError(f"{file}, line {number}: is {kind}, not an object with conversations and tools")
                 yield record
 
 

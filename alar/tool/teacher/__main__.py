@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     server.add_argument("--endpoint", metavar="URL", help="of the API, such as http://127.0.0.1:8000/v1")
     server.add_argument("--model", metavar="NAME")
     server.add_argument("--key-variable", default="OPENAI_API_KEY", metavar="NAME")
-    server.add_argument("--extra", type=json.loads, default={}, metavar="JSON", help="further fields of every request; null removes")
+    server.add_argument("--extra", type=json.loads, default={}, metavar="JSON", help="fields of every request; null removes one")
     server.add_argument("--concurrent", type=int, default=16, help="requests under way at once")
     server.add_argument("--timeout", type=float, default=600.0, help="seconds for one answer")
     server.add_argument("--retries", type=int, default=6)
