@@ -301,7 +301,7 @@ class SelfTraining(Supervised):
     dataset: LocationOrName = ""  # "" = the search domain; "arithmetic", "gsm8k", …, or a file
     test_dataset: LocationOrName = ""  # "" = the test split of `dataset`; a file needs another one
     form: Literal["tagged", "raw"] = "tagged"  # of an answer dataset's turns
-    questions: Count = 600  # sampled from; the test has eval.questions
+    questions: Count = 400  # sampled from; the test has eval.questions
     samples: Count = 4  # N of each pass; published: 16
     temperature: Annotated[float, Field(gt=0)] = 0.7
     exemplars: CountOrNone = 2  # before each question of the few-shot pass; 0 = no such pass; published: 8
@@ -325,7 +325,7 @@ class Static(Section):
     conversations: Count = 3200
     learning_rate: Rate = 1e-3
     epochs: Annotated[float, Field(gt=0)] = 1.0
-    batch_size: Count = 16
+    batch_size: Count = 8
 
 
 class Experiment(Section):
