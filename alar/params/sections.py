@@ -321,6 +321,7 @@ class Static(Section):
     sets: Annotated[list[str], Field(min_length=1)] = ["arithmetic"]
     forms: Annotated[list[Literal["tagged", "raw"]], Field(min_length=1)] = ["tagged", "raw"]
     questions: Count = 400  # of each set
+    max_new_tokens: Count = 224  # of an answer
     bootstrap: Annotated[int, Field(ge=100)] = 10000
     conversations: Count = 3200
     learning_rate: Rate = 1e-3
