@@ -139,6 +139,14 @@ def test_the_laptop_study_can_run_here(examined):
     assert (code, lines[-1]) == (0, "All is there."), "\n".join(lines)
 
 
+@pytest.mark.parametrize("file", ["concise-gsm8k.yaml", "direct-gsm8k.yaml"])
+def test_self_training_on_gsm8k_lacks_its_base_and_its_dataset_only(examined, roomy, file):
+    code, lines = examined(file)
+    found = missing(lines)
+    assert code == 2 and len(found) == 4, found
+    assert "hf download Qwen/Qwen2.5-3B-Instruct" in found[1] and "load('gsm8k')" in found[3]
+
+
 @pytest.mark.parametrize("file", ["paper-search-3b.yaml", "paper-search-7b.yaml", "paper-tool-4b.yaml"])
 def test_a_paper_file_lists_what_is_missing_and_connects_to_the_retrieval_server_alone(examined, roomy, monkeypatch, file):
     asked = []

@@ -312,7 +312,7 @@ class SelfTraining(Supervised):
     dataset: LocationOrName = ""  # "" = the search domain; "arithmetic", "gsm8k", …, or a file
     test_dataset: LocationOrName = ""  # "" = the test split of `dataset`; a file needs another one
     form: Literal["tagged", "raw"] = "tagged"  # of an answer dataset's turns
-    questions: Count = 600  # sampled from; the test has eval.questions
+    questions: Count = 400  # sampled from; the test has eval.questions
     samples: Count = 4  # N of each pass; published: 16
     temperature: Annotated[float, Field(gt=0)] = 0.7
     exemplars: CountOrNone = 2  # before each question of the few-shot pass; 0 = no such pass; published: 8
@@ -332,11 +332,12 @@ class Static(Section):
     sets: Annotated[list[str], Field(min_length=1)] = ["arithmetic"]
     forms: Annotated[list[Literal["tagged", "raw"]], Field(min_length=1)] = ["tagged", "raw"]
     questions: Count = 400  # of each set
+    max_new_tokens: Count = 224  # of an answer
     bootstrap: Annotated[int, Field(ge=100)] = 10000
     conversations: Count = 3200
     learning_rate: Rate = 1e-3
     epochs: Annotated[float, Field(gt=0)] = 1.0
-    batch_size: Count = 16
+    batch_size: Count = 8
 
 
 class DualVocabulary(Supervised):
