@@ -148,6 +148,9 @@ METRICS = Table(
         "mutual_information",
     ),
 )
+LENGTHS = Table(
+    "lengths", "<method>.jsonl", "11_length_rewards", _numbers("step", "reward", "accuracy", "generated_tokens")
+)
 LOSS = Table("loss", "loss.jsonl", "03_aasd and 04_mode_warmup", _numbers("step", "loss"))
 REWARD_SHAPES = Table(
     "reward shapes",

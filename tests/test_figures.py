@@ -133,6 +133,7 @@ DRAWINGS = {
     "method": lambda: figures.method(),
     "methods": lambda: figures.methods(compared()),
     "dynamics": lambda: figures.dynamics(metrics(), validation_questions=64, total_steps=60),
+    "lengths": lambda: figures.lengths({"ShorterBetter": metrics(), "O1-Pruner": metrics(20)}, validation_questions=64),
     "losses": lambda: figures.losses(losses()),
     "reward_shapes": lambda: figures.reward_shapes(rewards()),
     "latent_share": lambda: figures.latent_share(statistics.mode_share(evaluation()[1])),

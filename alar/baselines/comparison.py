@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -33,7 +34,7 @@ from alar.records import Question, Trajectory
 from alar.rollout.engine import Engine
 from alar.rollout.engines import opened_engine
 from alar.rollout.loop import Environment
-from alar.runs import stages
+from alar.runs import FINISHED, Stage, stages
 
 BASE = "base"
 FOLDER = "methods"
@@ -62,8 +63,26 @@ class Method:
         return f"{self.name}, {shown(self.settings)}" if self.settings else self.name
 
 
+def study_methods(stage: Stage) -> list[Method]:
+    """The explicit base, stage 1 and ALAR of a run, as far as they are there, for any notebook's table.
+
+    Seconds are those of the notebooks that make the traces and train, as `run_all.py` noted them; tokens are not noted there.
+    """
+    trained = {"stage 1": ("03_aasd", "latent", 2), "ALAR": ("05_ar_grpo", "free", 4)}
+    methods = [Method(BASE, stage.input("01_latent_model", "base"))]
+    stems = ("02_teacher_traces", "03_aasd", "04_mode_warmup", "05_ar_grpo")
+    for name, (stem, mode, notebooks) in trained.items():
+        checkpoint = stage.input(stem, "checkpoint", required=False)
+        if checkpoint is not None:
+            notes = [stages.read_record(stage.run_dir / other / FINISHED) for other in stems[:notebooks]]
+            seconds = sum(note["seconds"] for note in notes) if all(notes) else math.nan
+            methods.append(Method(name, checkpoint, mode, training_seconds=seconds, training_tokens=math.nan))
+    return methods
+
+
 class Comparison:
-    """The study's test questions in one domain, and the methods measured on them. `scale` says in tables and figures where."""
+    """The study's test questions in one domain, and the methods measured on them. `scale` says in tables and figures where:
+    by default the size of the run's own model."""
 
     def __init__(
         self,
@@ -76,12 +95,13 @@ class Comparison:
         batch_size: int,
         engine: str = "hf",
         domain: str = "search",
-        scale: str = "measured at laptop scale",
+        scale: str = "",
     ):
         self.folder = Path(run_dir) / FOLDER
         self.environment, self.questions = environment, list(questions)
         self.limits = {"max_new_tokens": max_new_tokens, "max_turns": max_turns}
-        self.batch_size, self.engine, self.domain, self.scale = batch_size, engine, domain, scale
+        self.batch_size, self.engine, self.domain = batch_size, engine, domain
+        self.scale = scale or _scale(Path(run_dir))
 
     def measure(
         self,
@@ -209,6 +229,12 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
             "training, M tokens": (table["training_tokens"] / 1e6).round(2),
         }
     ).set_index(["method", "settings"])
+
+
+def _scale(run_dir: Path) -> str:
+    """What the run's model is, or the scale that the defaults are for."""
+    model = stages.read_record(run_dir / "01_latent_model" / "model.json")
+    return f"measured, {model['parameters'] / 1e6:,.1f} M parameters" if model else "measured at laptop scale"
 
 
 def _interval(name: str, row: pd.Series, source: str) -> dict[str, float]:

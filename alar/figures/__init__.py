@@ -14,7 +14,7 @@ from alar.figures.results import accuracy_against_tokens, controls, oracle, ques
 from alar.figures.schematic import method
 from alar.figures.speed import speed, throughput
 from alar.figures.style import save
-from alar.figures.training import LiveDynamics, dynamics, losses, reward_shapes
+from alar.figures.training import LiveDynamics, dynamics, lengths, losses, reward_shapes
 
 __all__ = [
     "LiveDynamics",
@@ -22,6 +22,7 @@ __all__ = [
     "controls",
     "dynamics",
     "latent_share",
+    "lengths",
     "losses",
     "method",
     "methods",

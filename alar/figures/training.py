@@ -121,6 +121,41 @@ def losses(curves: Mapping[str, Source], *, scale: str = MEASURED) -> tuple[Figu
 
 
 @styled
+def lengths(
+    curves: Mapping[str, Source], *, validation_questions: int = 0, scale: str = MEASURED
+) -> tuple[Figure, pd.DataFrame]:
+    """Generated tokens and accuracy over the steps of RL under several length rewards, e.g. {"ShorterBetter": path}.
+
+    Lines are running means over the rollouts, points greedy validation, accuracy with Wilson intervals when
+    `validation_questions`, their number, is given.
+    """
+    figure = new_figure(PAGE, 2.5)
+    grid = figure.subplots(1, 2, sharex=True)
+    drawn = []
+    for (name, source), colour in zip(curves.items(), (BLUE, VERMILLION, PURPLE, ORANGE, SKY), strict=False):
+        rows = tables.read(source, tables.LENGTHS)
+        window = max(3, len(rows) // 10)
+        parts = [pd.DataFrame({"method": name, "step": rows["step"]})]
+        for axes, column in zip(grid, ("generated_tokens", "accuracy"), strict=True):
+            parts.append(_draw_smoothed(axes, rows, column, name, colour, window))
+            checked = {"generated_tokens": "validation_tokens", "accuracy": "validation_accuracy"}[column]
+            if checked in rows:
+                parts.append(_draw_validation(axes, rows, checked, "_", colour, validation_questions))
+        drawn.append(pd.concat(parts, axis=1))
+    for index, (axes, title) in enumerate(zip(grid, ("Generated tokens", "Accuracy (%)"), strict=True)):
+        axes.set_title(f"{panel_letter(index)}   {title}")
+        axes.set_xlabel("Step")
+    low, high = grid[1].get_ylim()
+    grid[1].set_ylim(max(low, -0.03), min(high, 1.03))
+    percent_axis(grid[1].yaxis)
+    grid[0].xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper", labelspacing=0.6)
+    bars = f", n = {validation_questions}, with 95 % intervals" if validation_questions else ""
+    footnote(figure, f"{scale} · thick: running mean of the rollouts and its 95 % interval, points: greedy validation{bars}")
+    return figure, pd.concat(drawn, ignore_index=True)
+
+
+@styled
 def reward_shapes(rewards: Source, *, scale: str = "computed from the formulas") -> tuple[Figure, pd.DataFrame]:
     """Reward against the latent share of a trajectory, one panel per variant, one line per kind of outcome."""
     rewards = tables.read(rewards, tables.REWARD_SHAPES)

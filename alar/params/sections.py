@@ -37,11 +37,12 @@ OWN_SECTION = {
     "08_latent_inspector": "inspector",
     "09_benchmarks": "bench",
     "10_serving": "serving",
+    "11_length_rewards": "length_rewards",
     "12_tokenskip": "tokenskip",
 }
 
 # Notebooks that are no part of the study itself: they run when `--only` or a variant's `only` names them.
-ON_REQUEST = ("09_benchmarks", "10_serving", "12_tokenskip")
+ON_REQUEST = ("09_benchmarks", "10_serving", "11_length_rewards", "12_tokenskip")
 
 
 class Section(BaseModel):
@@ -267,6 +268,30 @@ class Serving(Section):
     turns: Count = 128  # per measurement; fewer where few are written at once
 
 
+class LengthRewards(Section):
+    """Notebook 11: RL on explicit reasoning. Prompts, group, learning rate and trainer are those of `rl`."""
+
+    methods: Annotated[list[Literal["shorterbetter", "thinkprune", "o1pruner"]], Field(min_length=1)] = [
+        "shorterbetter", "thinkprune", "o1pruner"
+    ]
+    steps: Count = 21  # of each method
+    kl_coefficient: Annotated[float, Field(ge=0)] = 1e-3
+    norm_adv_by_std: bool = True
+    correct_weight: Annotated[float, Field(ge=0)] = 2.0  # ShorterBetter's a
+    length_weight: Annotated[float, Field(ge=0)] = 1e-3  # ShorterBetter's b, per token
+    limit_fractions: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)] = [1.2, 0.9, 0.6]
+    state_limit: bool = False  # published: True; the embedded base has never read an instruction but its own
+    accuracy_weight: Annotated[float, Field(ge=0)] = 2.0  # O1-Pruner's λ
+    reference_samples: Annotated[int, Field(ge=2)] = 12  # O1-Pruner's K
+    validation_every: CountOrNone = 7  # 0 = never
+
+    def inconsistencies(self):
+        if self.steps < len(self.limit_fractions) and "thinkprune" in self.methods:
+            return [("limit_fractions", f"{len(self.limit_fractions)} rounds of ThinkPrune need as many steps; there are "
+                                        f"{self.steps}")]
+        return []
+
+
 class Tokenskip(Supervised):
     """Notebook 12. Ratios are shares of a chain of thought's tokens."""
 
@@ -319,6 +344,7 @@ class Experiment(Section):
     inspector: Inspector = Inspector()
     bench: Bench = Bench()
     serving: Serving = Serving()
+    length_rewards: LengthRewards = LengthRewards()
     tokenskip: Tokenskip = Tokenskip()
     only: tuple[str, ...] = Field(default=(), exclude=True)  # stages a variant is limited to
     stated: tuple[tuple[str, str, str], ...] = Field(default=(), exclude=True)  # (section, key, where) in the files

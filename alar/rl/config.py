@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from alar.baselines.length_rewards import LengthReward
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,12 @@ class RLConfig:
     validation_every: int = 10
     checkpoint_every: int = 10
     select: str = "best"  # "best" | "last": which weights are returned, by reward on the validation questions
+    length_reward: LengthReward | None = None  # in place of AR-GRPO's reward: a compared method, on explicit reasoning
     seed: int = 0
 
     def __post_init__(self):
+        if isinstance(self.length_reward, Mapping):  # from a file
+            object.__setattr__(self, "length_reward", LengthReward(**self.length_reward))
         choices = {
             "variant": ("published", "repaired"),
             "credit": ("trajectory", "turn"),
@@ -57,6 +63,13 @@ class RLConfig:
             raise ValueError("rl.latents: cached gives the projector no gradient; use recomputed, or freeze it")
         if not 0 < self.kept_variance <= 1:
             raise ValueError(f"rl.kept_variance is {self.kept_variance}: expected a share above 0, 1 for no filter")
+        if self.length_reward:
+            for name, needed in {"credit": "trajectory", "explore_fraction": 0.0, "select": "last"}.items():
+                if getattr(self, name) != needed:
+                    raise ValueError(
+                        f"rl.{name} is {getattr(self, name)!r}: a length reward knows no modes, and compares samples of one "
+                        f"prompt, which greedy validation lacks; set it to {needed!r}"
+                    )
 
 
 def learning_rate_at(done: int, config: RLConfig) -> float:

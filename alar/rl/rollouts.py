@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from alar.baselines.length_rewards import Sample, length_rewards
 from alar.records import Question, Trajectory
 from alar.rl.config import RLConfig
 from alar.rl.objective import group_advantages, informative_groups, mode_advantages, mode_information
@@ -37,6 +38,7 @@ class Summary:
     tags: tuple[tuple[int, int], ...]
     hard: tuple[bool, ...]
     forced: bool
+    question: str = ""
 
     @classmethod
     def of(cls, trajectory: Trajectory, codec: Codec) -> Summary:
@@ -53,6 +55,7 @@ class Summary:
             tags=tuple(_tag(trajectory, number, mode, codec) for number, mode in enumerate(modes)),
             hard=tuple(number in trajectory.question.hard_turns for number in range(len(modes))),
             forced=any(turn.forced_mode for turn in trajectory.turns),
+            question=trajectory.question.id,
         )
 
 
@@ -77,7 +80,10 @@ def prompts_of_step(questions: Sequence[Question], config: RLConfig, step: int) 
 
 
 def mode_plan(config: RLConfig, step: int) -> ModePlan:
-    """The last `explore_fraction` of every group takes modes drawn at random, turn by turn; the rest is free."""
+    """The last `explore_fraction` of every group takes modes drawn at random, turn by turn; the rest is free. Under a length
+    reward there are no modes: `<latent>` is plain text."""
+    if config.length_reward:
+        return lambda row, turn: "off"
     explorers = round(config.explore_fraction * config.group_size)
 
     def plan(row: int, turn: int) -> str:
@@ -86,6 +92,10 @@ def mode_plan(config: RLConfig, step: int) -> ModePlan:
         return random.Random(f"explore {config.seed} {step} {row} {turn}").choice(("think", "latent"))
 
     return plan
+
+
+def validation_mode(config: RLConfig) -> str:
+    return "off" if config.length_reward else "free"
 
 
 def rollout_seed(config: RLConfig, step: int) -> int:
@@ -100,7 +110,10 @@ def outcomes_of(summaries: Sequence[Summary], groups: Sequence[Hashable]) -> lis
 
 
 def rewards_of(summaries: Sequence[Summary], groups: Sequence[Hashable], config: RLConfig, step: int) -> list[float]:
-    """The shaped rewards at a step of the trainer, in the order of the summaries."""
+    """The rewards at a step of the trainer, in the order of the summaries."""
+    if config.length_reward:
+        samples = [Sample(g, s.correct, s.generated_tokens, s.question) for s, g in zip(summaries, groups, strict=True)]
+        return length_rewards(samples, config.length_reward)
     return shaped_rewards(
         outcomes_of(summaries, groups),
         step=step,
@@ -129,9 +142,12 @@ def token_advantages(
     """Advantage of every token, and of every trajectory, `lengths` tokens long. With `credit="turn"` the pieces of a turn's
     open tag carry the credit of the mode chosen there, times `mode_weight`, instead of the trajectory's advantage."""
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-    whole = group_advantages(
-        torch.tensor(rewards), torch.tensor([numbers[group] for group in groups]), norm_by_std=config.norm_adv_by_std
-    ).tolist()
+    if config.length_reward and config.length_reward.is_advantage:
+        whole = list(rewards)
+    else:
+        whole = group_advantages(
+            torch.tensor(rewards), torch.tensor([numbers[group] for group in groups]), norm_by_std=config.norm_adv_by_std
+        ).tolist()
     tokens = [[value] * length for value, length in zip(whole, lengths, strict=True)]
     if config.credit == "turn":
         credits = mode_advantages([s.modes for s in summaries], whole, list(groups))
@@ -176,8 +192,12 @@ def rollout_metrics(
 
 
 def validation_metrics(summaries: Sequence[Summary], config: RLConfig) -> dict[str, float]:
-    """Of greedy rollouts, one per question; their reward is that of the last step, where diversity no longer pays."""
-    rewards = rewards_of(summaries, range(len(summaries)), config, config.steps)
+    """Of greedy rollouts, one per question; their reward is that of the last step, where diversity no longer pays. Under a
+    length reward, which compares samples of one prompt, it is the accuracy."""
+    if config.length_reward:
+        rewards = [float(s.correct) for s in summaries]
+    else:
+        rewards = rewards_of(summaries, range(len(summaries)), config, config.steps)
     count = len(summaries)
     return {
         "validation_reward": sum(rewards) / count,

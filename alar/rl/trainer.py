@@ -16,6 +16,7 @@ from typing import Callable, Sequence
 
 import torch
 
+from alar.baselines.length_rewards import with_stated_limit
 from alar.jsonl import replacing
 from alar.records import Origin, Question, Trajectory
 from alar.rl.config import RLConfig, learning_rate_at
@@ -30,6 +31,7 @@ from alar.rl.rollouts import (
     token_advantages,
     trained_rows,
     validation_metrics,
+    validation_mode,
 )
 from alar.rollout.engine import Sampling
 from alar.rollout.hf import HFEngine, policy_logits
@@ -87,7 +89,8 @@ class ARGRPO:
     """The trainer. `step()` does one update; `fit()` all of them, with validation, checkpoints and resume."""
 
     def __init__(self, model, tokenizer, environment, questions, validation, config: RLConfig, *, folder: str | Path):
-        self.config, self.environment, self.tokenizer = config, environment, tokenizer
+        self.config, self.tokenizer = config, tokenizer
+        self.environment = with_stated_limit(environment, config.length_reward)
         self.questions, self.validation = list(questions), list(validation)
         self.folder = Path(folder)
         if len(self.questions) < config.prompts_per_step:
@@ -105,6 +108,8 @@ class ARGRPO:
         self.optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=0.0)
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         self.engine = HFEngine(base, tokenizer)
+        off_policy = config.length_reward and config.length_reward.off_policy
+        self.sampler = HFEngine(self.reference, tokenizer) if off_policy else self.engine
         self.done = 0
         self.best = float("-inf")
         self.rows: list[dict] = []
@@ -113,10 +118,10 @@ class ARGRPO:
         """Groups of trajectories; the last `explore_fraction` of each group has random forced modes."""
         config = self.config
         questions = [q for q in prompts_of_step(self.questions, config, step) for _ in range(config.group_size)]
-        self.engine.reset()
+        self.sampler.reset()
         trajectories = run(
             questions,
-            self.engine,
+            self.sampler,
             self.environment,
             Sampling(config.max_new_tokens, config.temperature, stop=self.environment.stop),
             modes=mode_plan(config, step),
@@ -140,10 +145,11 @@ class ARGRPO:
         update = self._update([trajectories[row] for row in trained], [advantages[row] for row in trained]) if trained else {}
         self.done = number
         free = [t for t, s in zip(trajectories, summaries) if not s.forced] or trajectories
-        p_latent = latent_probabilities(self.engine.model, self.engine.codec, free)
+        p_latent = [] if config.length_reward else latent_probabilities(self.engine.model, self.engine.codec, free)
         return {
             **rollout_metrics(summaries, p_latent, rewards, groups, config, number),
             "learning_rate": learning_rate_at(number - 1, config),
+            "trained_tokens": sum(lengths[row] for row in trained),
             **update,
             "seconds": round(time.perf_counter() - started, 2),
         }
@@ -198,6 +204,7 @@ class ARGRPO:
             self.engine,
             self.environment,
             Sampling(config.max_new_tokens, 0.0, stop=self.environment.stop),
+            modes=validation_mode(config),
             max_turns=config.max_turns,
             batch_size=config.rollout_batch,
         )

@@ -24,8 +24,9 @@ from tensordict.tensorclass import NonTensorData
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
+from alar.baselines.length_rewards import with_stated_limit
 from alar.records import Origin, Question, Trajectory
-from alar.rl.rollouts import Summary, mode_plan, rollout_seed
+from alar.rl.rollouts import Summary, mode_plan, rollout_seed, validation_mode
 from alar.rl.verl.data import question_of
 from alar.rl.verl.rollout import RemoteEngine, server_name
 from alar.rl.verl.settings import Job
@@ -89,7 +90,7 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.job = Job.of(OmegaConf.to_container(self.config.alar, resolve=True))
-        self.environment = build_environment(**self.job.environment)
+        self.environment = with_stated_limit(build_environment(**self.job.environment), self.job.rl.length_reward)
         self.codec = Codec(self.tokenizer, self._latent("num_latent"), self._latent("latent_token_id"))
 
     def _latent(self, name: str):
@@ -133,13 +134,14 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             engine,
             self.environment,
             Sampling(rl.max_new_tokens, 0.0 if validate else rl.temperature, stop=self.environment.stop),
-            modes="free" if validate else mode_plan(rl, step),
+            modes=validation_mode(rl) if validate else mode_plan(rl, step),
             max_turns=rl.max_turns,
             batch_size=rl.rollout_batch,
             seed=0 if validate else rollout_seed(rl, step),
             first_row=0 if validate else first_row,
         )
-        free = [] if validate else [i for i, t in enumerate(trajectories) if not any(turn.forced_mode for turn in t.turns)]
+        unscored = validate or rl.length_reward
+        free = [] if unscored else [i for i, t in enumerate(trajectories) if not any(turn.forced_mode for turn in t.turns)]
         probabilities = dict(zip(free, engine.latent_probabilities([trajectories[i] for i in free]))) if free else {}
         cached = rl.latents == "cached"
         return [

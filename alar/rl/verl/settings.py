@@ -68,6 +68,11 @@ class Job:
             raise ValueError("rollout alar_hf serves a whole model per process; set tensor_parallel to 1, or use alar_vllm")
         if self.rollout == "alar_vllm" and self.gpus == 0:
             raise ValueError("rollout alar_vllm needs GPUs: verl moves weights to vLLM through their memory; use alar_hf")
+        if self.rl.length_reward and self.rl.length_reward.off_policy:
+            raise ValueError(
+                "rl.length_reward: under verl the policy samples, so O1-Pruner needs the means of its reference model; give a "
+                "file of them as length_reward.reference (alar.baselines.length_rewards.write_references)"
+            )
 
     @property
     def workers(self) -> int:

@@ -103,6 +103,7 @@ class LatentTrainer(PPOTrainerSync):
         p_latent = [note["p_latent"] for note in notes if note["p_latent"]]
         self.row |= rollout_metrics(summaries, p_latent, rewards, groups, rl, step)
         self.row["learning_rate"] = learning_rate_at(step - 1, rl)
+        self.row["trained_tokens"] = sum(length for length, used in zip(lengths, trained) if used)
         self.nothing_to_learn = not any(trained)
         metrics.update({f"alar/{name}": value for name, value in self.row.items()})
         return batch
