@@ -306,7 +306,8 @@ class Tokenskip(Supervised):
     compress_ratios: Annotated[list[Rate], Field(min_length=1)] = [0.1, 0.3, 0.5, 0.7]
     train_ratios: Annotated[list[Rate], Field(min_length=1)] = [1.0, 0.1, 0.3, 0.5, 0.7]
     eval_ratios: Annotated[list[Rate], Field(min_length=1)] = [1.0, 0.7, 0.5, 0.3, 0.1]
-    force_tokens: str = "+ - − * × / ÷ = < > ≤ ≥ % ^"  # words that stay, apart from each other
+    force_tokens: str = ""  # words that are always kept, apart from each other
+    force_operators: bool = True
     force_digits: bool = True
     drop_consecutive: bool = True
     dual_model: Location = ""  # a dual-vocabulary checkpoint to train instead of the base
