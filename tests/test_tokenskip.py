@@ -213,6 +213,13 @@ def test_at_most_the_requested_and_the_forced_share_is_kept_and_digits_survive(c
     assert drop or all(stays for word, stays in zip(words, kept) if word in OPERATORS)
 
 
+def test_operators_between_digits_survive_any_rate_by_default():
+    words = [Word(word, 0.5) for word in split_words("2>1, so 2017>1728. 2013-1986: ones 3+10-6=7.")]
+    found = compress("x", words, 0.05, Rules(), lambda text: 1)
+    assert found.text == "2>1 2017>1728 2013-1986 3+10-6=7"
+    assert ">1728" not in compress("x", words, 0.05, Rules(drop_consecutive=True), lambda text: 1).text, "the library's way"
+
+
 def test_every_chunk_has_its_own_threshold():
     words = [Word(text, score) for text, score in zip(["a", ".", "b", "c", "d", "e"], [0.9, 0.8, 0.1, 0.2, 0.3, 0.4])]
     chunked = in_chunks(words, [1] * 6, 3)

@@ -309,7 +309,7 @@ class Tokenskip(Supervised):
     force_tokens: str = ""  # words that are always kept, apart from each other
     force_operators: bool = True
     force_digits: bool = True
-    drop_consecutive: bool = True
+    drop_consecutive: bool = False  # True loses operators: see alar.baselines.tokenskip.threshold
     dual_model: Location = ""  # a dual-vocabulary checkpoint to train instead of the base
     skip: list[Literal["collect", "compress", "prepare", "train"]] = []  # finished steps, taken from reuse_from
     reuse_from: Location = ""  # the folder of an earlier run of this notebook
