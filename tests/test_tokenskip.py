@@ -225,7 +225,7 @@ def test_every_chunk_has_its_own_threshold():
     chunked = in_chunks(words, [1] * 6, 3)
     assert [word.chunk for word in chunked] == [0, 0, 1, 1, 1, 2]
     assert compress("x", chunked[:5], 0.5, FREE, lambda text: 1).kept == (True, False, False, False, True)
-    assert compress("x", [Word(w.text, w.score) for w in words[:5]], 0.5, FREE, lambda text: 1).kept == (True, True, False, False, False)
+    assert compress("x", words[:5], 0.5, FREE, lambda text: 1).kept == (True, True, False, False, False)
 
 
 def test_ratio_one_is_the_identity_and_rates_outside_are_refused(codec, trajectories, rows):
@@ -244,7 +244,8 @@ def test_ratio_one_is_the_identity_and_rates_outside_are_refused(codec, trajecto
 def slow_logprob(model, ids, place):
     """log P(ids[place] | ids[:place]) by a forward pass of its own."""
     with torch.no_grad():
-        return torch.log_softmax(model(torch.tensor([ids[:place]])).logits[0, -1, : model.config.latent_token_id], -1)[ids[place]].item()
+        logits = model(torch.tensor([ids[:place]])).logits[0, -1, : model.config.latent_token_id]
+        return torch.log_softmax(logits, -1)[ids[place]].item()
 
 
 def slow_word_means(model, codec, thought, context):
@@ -294,9 +295,10 @@ def test_the_condition_is_exactly_eos_ratio_eos_behind_the_users_text(codec, tra
 
 
 def test_the_tool_domain_takes_the_same_condition(codec):
-    form = SimpleNamespace(prompt=lambda question: [protocol.Trusted("<|im_start|>system\n"), "tools", protocol.Trusted("<|im_end|>\n"),
-                                                    protocol.Trusted("<|im_start|>user\n"), "ask", protocol.Trusted("<|im_end|>\n"),
-                                                    protocol.Trusted("<|im_start|>assistant\n")], stop=("x",))  # fmt: skip
+    start, end = "<|im_start|>", protocol.Trusted("<|im_end|>\n")
+    pieces = [protocol.Trusted(start + "system\n"), "tools", end, protocol.Trusted(start + "user\n"), "ask", end,
+              protocol.Trusted(start + "assistant\n")]  # fmt: skip
+    form = SimpleNamespace(prompt=lambda question: pieces, stop=("x",))
     conditional = ConditionedForm(form, 0.3, "<|im_end|>")
     text = "".join(conditional.prompt(None))
     assert text == ("<|im_start|>system\ntools<|im_end|>\n<|im_start|>user\nask<|im_end|>0.3<|im_end|><|im_end|>\n"

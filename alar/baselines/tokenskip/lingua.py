@@ -27,7 +27,9 @@ class LLMLingua2:
 
     name = "LLMLingua-2"
 
-    def __init__(self, weights: str = WEIGHTS, *, device: str = "cpu", force_tokens: Sequence[str] = OPERATORS, batch_size: int = 32):
+    def __init__(
+        self, weights: str = WEIGHTS, *, device: str = "cpu", force_tokens: Sequence[str] = OPERATORS, batch_size: int = 32
+    ):
         self.compressor = _compressor(weights, device)
         self.force_tokens, self.batch_size = list(force_tokens), batch_size
 
