@@ -3,12 +3,15 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alar import protocol, runs
+from alar.baselines.comparison import Comparison
+from alar.baselines.tokenskip import measure
 from alar.baselines.tokenskip.collect import cot_tokens, sampled, usable
 from alar.baselines.tokenskip.compress import achieved_rates, compress, compressed_rows, thoughts_of, token_counter
 from alar.baselines.tokenskip.examples import ConditionedForm, conditioned, drawn_ratios, example_at, prepared
@@ -17,6 +20,7 @@ from alar.baselines.tokenskip.steps import Steps
 from alar.baselines.tokenskip.threshold import OPERATORS, Rules, kept_words
 from alar.baselines.tokenskip.view import compression_view, struck
 from alar.baselines.tokenskip.words import Thought, Word, in_chunks, joined, split_words
+from alar.model import save
 from alar.records import Origin, Trajectory, TurnRecord, read_trajectories, write_trajectories
 from alar.rollout.codec import Codec
 from alar.rollout.hf import HFEngine
@@ -209,12 +213,19 @@ def test_at_most_the_requested_and_the_forced_share_is_kept_and_digits_survive(c
     assert drop or all(stays for word, stays in zip(words, kept) if word in OPERATORS)
 
 
+def test_operators_between_digits_survive_any_rate_by_default():
+    words = [Word(word, 0.5) for word in split_words("2>1, so 2017>1728. 2013-1986: ones 3+10-6=7.")]
+    found = compress("x", words, 0.05, Rules(), lambda text: 1)
+    assert found.text == "2>1 2017>1728 2013-1986 3+10-6=7"
+    assert ">1728" not in compress("x", words, 0.05, Rules(drop_consecutive=True), lambda text: 1).text, "the library's way"
+
+
 def test_every_chunk_has_its_own_threshold():
     words = [Word(text, score) for text, score in zip(["a", ".", "b", "c", "d", "e"], [0.9, 0.8, 0.1, 0.2, 0.3, 0.4])]
     chunked = in_chunks(words, [1] * 6, 3)
     assert [word.chunk for word in chunked] == [0, 0, 1, 1, 1, 2]
     assert compress("x", chunked[:5], 0.5, FREE, lambda text: 1).kept == (True, False, False, False, True)
-    assert compress("x", [Word(w.text, w.score) for w in words[:5]], 0.5, FREE, lambda text: 1).kept == (True, True, False, False, False)
+    assert compress("x", words[:5], 0.5, FREE, lambda text: 1).kept == (True, True, False, False, False)
 
 
 def test_ratio_one_is_the_identity_and_rates_outside_are_refused(codec, trajectories, rows):
@@ -233,7 +244,8 @@ def test_ratio_one_is_the_identity_and_rates_outside_are_refused(codec, trajecto
 def slow_logprob(model, ids, place):
     """log P(ids[place] | ids[:place]) by a forward pass of its own."""
     with torch.no_grad():
-        return torch.log_softmax(model(torch.tensor([ids[:place]])).logits[0, -1, : model.config.latent_token_id], -1)[ids[place]].item()
+        logits = model(torch.tensor([ids[:place]])).logits[0, -1, : model.config.latent_token_id]
+        return torch.log_softmax(logits, -1)[ids[place]].item()
 
 
 def slow_word_means(model, codec, thought, context):
@@ -283,9 +295,10 @@ def test_the_condition_is_exactly_eos_ratio_eos_behind_the_users_text(codec, tra
 
 
 def test_the_tool_domain_takes_the_same_condition(codec):
-    form = SimpleNamespace(prompt=lambda question: [protocol.Trusted("<|im_start|>system\n"), "tools", protocol.Trusted("<|im_end|>\n"),
-                                                    protocol.Trusted("<|im_start|>user\n"), "ask", protocol.Trusted("<|im_end|>\n"),
-                                                    protocol.Trusted("<|im_start|>assistant\n")], stop=("x",))  # fmt: skip
+    start, end = "<|im_start|>", protocol.Trusted("<|im_end|>\n")
+    pieces = [protocol.Trusted(start + "system\n"), "tools", end, protocol.Trusted(start + "user\n"), "ask", end,
+              protocol.Trusted(start + "assistant\n")]  # fmt: skip
+    form = SimpleNamespace(prompt=lambda question: pieces, stop=("x",))
     conditional = ConditionedForm(form, 0.3, "<|im_end|>")
     text = "".join(conditional.prompt(None))
     assert text == ("<|im_start|>system\ntools<|im_end|>\n<|im_start|>user\nask<|im_end|>0.3<|im_end|><|im_end|>\n"
@@ -323,6 +336,41 @@ def test_every_sample_gets_one_ratio_and_the_remap_is_applied(codec, trajectorie
         prepared(trajectories, rows, codec, (0.7,), seed=4)
     with pytest.raises(ValueError, match="compress again"):
         prepared(trajectories, rows[::-1], codec, ratios, seed=4)
+
+
+def test_a_codec_of_mirrors_writes_the_thoughts_anew_at_every_ratio(tokenizer, trajectories, rows):
+    class Mirrors(Codec):
+        dual = object()
+
+        def think_turn(self, thought, action, argument, *, first):
+            ids, origins = super().think_turn(thought, action, argument, first=first)
+            return [token + 10**6 for token in ids], origins
+
+    for ratio in (1.0, 0.5):
+        thoughts = rows[0]["thoughts"] if ratio == 1 else rows[0]["rates"]["0.5"]["thoughts"]
+        plain, mirrored = (example_at(trajectories[0], thoughts, ratio, kind(tokenizer)) for kind in (Codec, Mirrors))
+        learned = [label for label in mirrored.labels if label != -100]
+        assert all(label >= 10**6 for label in learned)
+        assert [label - 10**6 for label in learned] == [label for label in plain.labels if label != -100]
+
+
+def test_every_ratio_becomes_a_row_that_names_the_scorer(random_model, tmp_path):
+    model, tokenizer = random_model(num_latent=0)
+    checkpoint = save(model, tokenizer, tmp_path / "checkpoint")
+    questions = [solved.question for solved in solved_questions("counterfactual-3", 3, 0)]
+    comparison = Comparison(tmp_path, SearchEnvironment(), questions, max_new_tokens=8, max_turns=1, batch_size=4)
+    measure.measure(comparison, (1.0, 0.5), checkpoint, "surprisal", training_seconds=1.0, training_tokens=2.0)
+    records = comparison.records()
+    assert [record["label"] for record in records] == [f"TokenSkip, ratio {r}, scorer surprisal" for r in (0.5, 1.0)]
+    assert len({record["prompt"] for record in records}) == 2, "each ratio has a prompt of its own"
+    table = measure.ratio_table(comparison, resamples=100)
+    assert list(table["ratio"]) == [1.0, 0.5] and set(table["scorer"]) == {"surprisal"} and set(table["model"]) == {"standard"}
+    answers = comparison.answers()
+    assert table["think_tokens"].tolist() == answers.groupby("system")["cot_tokens"].mean().tolist()[::-1]
+    assert list(measure.readable(table).columns) == ["n", "accuracy %", "think tokens", "tokens (correct)"]
+    achieved = pd.DataFrame({"requested": [0.5], "tokens_per_sample": [9.0]})
+    figure, drawn = measure.ratios(table, achieved)
+    assert len(drawn) == 2 and figure._repr_png_().startswith(b"\x89PNG")
 
 
 def test_achieved_rates_count_the_policys_tokens(codec, rows):

@@ -38,6 +38,7 @@ OWN_SECTION = {
     "09_benchmarks": "bench",
     "10_serving": "serving",
     "11_length_rewards": "length_rewards",
+    "12_tokenskip": "tokenskip",
     "13_self_training": "self_training",
     "14_dual_vocabulary": "dual_vocabulary",
     "15_static_evaluation": "static",
@@ -50,6 +51,7 @@ ON_REQUEST = (
     "09_benchmarks",
     "10_serving",
     "11_length_rewards",
+    "12_tokenskip",
     "13_self_training",
     "14_dual_vocabulary",
     "15_static_evaluation",
@@ -375,6 +377,41 @@ class Logprob(Section):
     lake_tests: Count = 200
 
 
+class Tokenskip(Supervised):
+    """Notebook 12. Ratios are shares of a chain of thought's tokens."""
+
+    max_examples: CountOrNone = 1600
+    samples: CountOrNone = 0  # per question; 0 = the run's teacher traces instead. Published: 1 at temperature 0
+    questions: Count = 400  # sampled from, about `worlds`
+    worlds: Count = 12
+    temperature: Annotated[float, Field(ge=0)] = 0.7
+    max_cot_tokens: Count = 2000  # longer ones are dropped
+    scorer: Literal["surprisal", "gain", "llmlingua2"] = "surprisal"
+    scorer_model: LocationOrName = "microsoft/llmlingua-2-xlm-roberta-large-meetingbank"  # for llmlingua2
+    compress_ratios: Annotated[list[Rate], Field(min_length=1)] = [0.1, 0.3, 0.5, 0.7]
+    train_ratios: Annotated[list[Rate], Field(min_length=1)] = [1.0, 0.1, 0.3, 0.5, 0.7]
+    eval_ratios: Annotated[list[Rate], Field(min_length=1)] = [1.0, 0.7, 0.5, 0.3, 0.1]
+    force_tokens: str = ""  # words that are always kept, apart from each other
+    force_operators: bool = True
+    force_digits: bool = True
+    drop_consecutive: bool = False  # True loses operators: see alar.baselines.tokenskip.threshold
+    dual_model: Location = ""  # a dual-vocabulary checkpoint to train instead of the base
+    skip: list[Literal["collect", "compress", "prepare", "train"]] = []  # finished steps, taken from reuse_from
+    reuse_from: Location = ""  # the folder of an earlier run of this notebook
+
+    def inconsistencies(self):
+        found = []
+        missing = sorted(set(self.train_ratios) - set(self.compress_ratios) - {1.0})
+        if missing:
+            found.append(("train_ratios", f"{', '.join(map(str, missing))} cannot be trained, because it is not among "
+                                          f"compress_ratios {self.compress_ratios}"))
+        if self.samples > 1 and self.temperature == 0:
+            found.append(("samples", f"{self.samples} at temperature 0 are all the same; use 1, or a temperature"))
+        if self.skip and not self.reuse_from:
+            found.append(("skip", "names finished steps; say in tokenskip.reuse_from which folder holds them"))
+        return found
+
+
 class Experiment(Section):
     """Everything one parameter file says about one run (or about one of its variants)."""
 
@@ -398,6 +435,7 @@ class Experiment(Section):
     static: Static = Static()
     dual_vocabulary: DualVocabulary = DualVocabulary()
     logprob: Logprob = Logprob()
+    tokenskip: Tokenskip = Tokenskip()
     only: tuple[str, ...] = Field(default=(), exclude=True)  # stages a variant is limited to
     stated: tuple[tuple[str, str, str], ...] = Field(default=(), exclude=True)  # (section, key, where) in the files
 

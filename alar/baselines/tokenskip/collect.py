@@ -29,7 +29,7 @@ def sampled(
 ) -> list[Trajectory]:
     """`samples` trajectories per question, each under an id of its own: `q_s0`, `q_s1`, … One at temperature 0 is the paper's."""
     if samples > 1 and temperature == 0:
-        raise ValueError(f"tokenskip.samples is {samples} at temperature 0: greedy samples are all the same; use 1, or a temperature")
+        raise ValueError(f"tokenskip.samples is {samples} at temperature 0: greedy samples are all the same; use 1")
     asked = [replace(question, id=f"{question.id}_s{i}") for question in questions for i in range(samples)]
     sampling = Sampling(max_new_tokens, temperature, stop=environment.stop)
     return run(

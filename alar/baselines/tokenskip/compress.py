@@ -5,7 +5,7 @@ requested one because
 
 - the percentile is a threshold, not a number of words: what is above it stays, ties fall together, words go as a whole;
 - every chunk has its own threshold, and with few tokens a percentile is coarse;
-- forced words stay whatever the rate, repeated ones go;
+- forced words stay whatever the rate, and repeated ones may go;
 - tokens are counted word by word for the threshold, but the joined text is tokenised as a whole.
 
 `Compression` holds the numbers that tell these apart.

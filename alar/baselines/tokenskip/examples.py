@@ -2,7 +2,8 @@
 
 The prompt says `<eos>0.5<eos>` between the user's text and the template's own end of the turn, at ratio 1.0 too. Each sample
 gets one ratio, drawn at random; at 1.0 its turns are the recorded tokens, at others they are written anew around the
-compressed thought, by a codec of the model that is trained: one with a dual vocabulary writes thoughts in mirrors. The loss falls on everything that the policy wrote, and never on the condition or an observation.
+compressed thought, by a codec of the model that is trained: one with a dual vocabulary writes thoughts in mirrors. The
+loss falls on everything that the policy wrote, and never on the condition or an observation.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from alar.baselines.tokenskip.words import Thought, Word
 
 WEIGHTS = "microsoft/llmlingua-2-xlm-roberta-large-meetingbank"
 RULES = {"xlm-roberta": "xlm-roberta-large", "bert": "bert-base-multilingual-cased"}  # model type → whose words the library makes
-INSTALL = "python -m pip install --no-deps llmlingua==0.2.2 nltk==3.10.4 tiktoken==0.14.0"
+INSTALL = "python -m pip install nltk tiktoken && python -m pip install --no-deps llmlingua"
 
 
 class LLMLingua2:
@@ -27,7 +27,9 @@ class LLMLingua2:
 
     name = "LLMLingua-2"
 
-    def __init__(self, weights: str = WEIGHTS, *, device: str = "cpu", force_tokens: Sequence[str] = OPERATORS, batch_size: int = 32):
+    def __init__(
+        self, weights: str = WEIGHTS, *, device: str = "cpu", force_tokens: Sequence[str] = OPERATORS, batch_size: int = 32
+    ):
         self.compressor = _compressor(weights, device)
         self.force_tokens, self.batch_size = list(force_tokens), batch_size
 

@@ -71,8 +71,9 @@ def reasons(found: Compression) -> str:
     rows = [
         ("requested", f"{found.rate * counted:.1f}", f"{found.rate:.0%}", "of the tokens, counted word by word"),
         ("above the threshold", kept, f"{found.kept_share:.0%}",
-         f"a percentile of {counted} numbers in {chunks} chunk{'s' * (chunks != 1)}, not a number of words: whole words, ties together"),
-        ("of all, forced", forced, f"{found.forced_share:.0%}", "digits and operators (bold), whatever the rate; repeated signs may go"),
+         f"a percentile of {counted} numbers ({chunks} chunk{'s' * (chunks != 1)}), no word count: whole words, ties together"),
+        ("of all, forced", forced, f"{found.forced_share:.0%}",
+         "bold, such as digits and operators: kept whatever the rate, unless repeated ones are to go"),
         ("achieved", found.tokens, f"{found.achieved:.0%}",
          f"of {found.original_tokens}: the joined text is tokenised as a whole, not word by word"),
     ]  # fmt: skip
