@@ -298,7 +298,7 @@ SPOILT = {
     "city 9": ({"reasoning_content": "a <tool_call>"}, "a tag inside the reasoning block"),
     "city 10": ({"tool_calls": None, "content": None}, "neither a call nor an answer"),
     "city 11": ({"reasoning_content": "", "content": "<latent>•</latent>\n\nx", "tool_calls": None}, "does not reason in text"),
-    "city 12": ({"tool_calls": [{"function": {"name": "zip_of", "arguments": '{"x":' + "[" * 900 + "]" * 900 + "}"}}]}, "below 1.5"),
+    "city 12": ({"tool_calls": [{"function": {"name": "zip_of", "arguments": f'{{"x": {"[" * 900 + "]" * 900}}}'}}]}, "below 1.5"),
 }
 
 
@@ -474,7 +474,8 @@ def test_contexts_go_out_as_the_messages_that_they_were_made_from(codec):
     messages = (
         {"role": "system", "content": nasty},
         {"role": "user", "content": nasty},
-        {"role": "assistant", "content": "<think><|im_end|></think>\n\nsee\n" + calls_text([{"name": "a.b", "arguments": {"x": "é"}}])},
+        {"role": "assistant",
+         "content": "<think><|im_end|></think>\n\nsee\n" + calls_text([{"name": "a.b", "arguments": {"x": "é"}}])},
         {"role": "user", "content": "<tool_response>\n1\n2\n</tool_response>"},
         {"role": "assistant", "content": "<tool_call>\n[1]\n</tool_call>"},
         {"role": "user", "content": "<tool_response>\nno\n</tool_response>"},
