@@ -34,7 +34,8 @@ class Domain(Protocol):
     types: tuple[str, ...]
 
     def environment(self, asked: Sequence[Question] = (), **settings) -> Environment:
-        """What answers the actions of trajectories over these questions; `settings` are those of section `retrieval`."""
+        """What answers the actions of trajectories over these questions; `settings` are those of section `retrieval` (search) and
+        the `judge` (tool)."""
 
     def training_questions(self, count: int, *, worlds: int, seed: int) -> list[Question]: ...
 
@@ -59,8 +60,10 @@ class SearchDomain:
     def solved_questions(self, count, seed):
         return search_questions.solved_questions(REAL, count, seed)
 
-    def environment(self, asked=(), *, backend: str = "tfidf", topk: int = 2, corpus: str = "", **retrieval) -> Environment:
-        """Without a corpus or a server every question is asked about its own embedded world."""
+    def environment(
+        self, asked=(), *, backend: str = "tfidf", topk: int = 2, corpus: str = "", judge: str = "official", **retrieval
+    ) -> Environment:
+        """Without a corpus or a server every question is asked about its own embedded world. Answers are judged in one way."""
         own = backend == "tfidf" and not corpus
         return SearchEnvironment(None if own else retriever.build(backend, corpus=corpus, **retrieval), topk=topk)
 
@@ -70,14 +73,14 @@ class ToolDomain:
     validation_questions = staticmethod(tool_questions.validation_questions)
     test_questions = staticmethod(tool_questions.test_questions)
 
-    def environment(self, asked=(), **_) -> Environment:
+    def environment(self, asked=(), *, judge: str = "official", **_) -> Environment:
         """Calls are executed where all of `asked` are about the embedded functions; the others' functions nobody here can run."""
         embedded = {question.world in tool_questions.SPLITS for question in asked} or {True}
         if len(embedded) > 1:
             raise ValueError(
                 "some of these requests call functions that can be executed and some do not (BFCL, ToolMind): ask them in two runs"
             )
-        return ToolEnvironment(execute=embedded == {True})
+        return ToolEnvironment(execute=embedded == {True}, judge=judge)
 
     def training_questions(self, count, *, worlds=0, seed):
         """There are no worlds to choose from: the functions are what they are."""

@@ -178,6 +178,7 @@ class Rl(Section):
     alpha: Annotated[float, Field(ge=0)] = 0.15  # published: 0.3
     length_tolerance: Annotated[float, Field(ge=0)] = 0.0  # characters; 0 = the base's median think length
     variant: Literal["published", "repaired"] = "repaired"
+    judge: Literal["official", "toolmind"] = "official"  # of the tool domain; "toolmind": its dense score is the reward
     norm_adv_by_std: bool = False  # published: True; without, alpha is what a latent turn is worth in any group
     credit: Literal["trajectory", "turn"] = "turn"
     explore_fraction: Share = 0.5  # of each group's rollouts, whose modes are drawn at random turn by turn
