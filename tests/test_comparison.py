@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from alar import statistics, tables
+from alar import runs, statistics, tables
 from alar.baselines import comparison
-from alar.baselines.comparison import Comparison, Method, readable
+from alar.baselines.comparison import Comparison, Method, readable, study_methods
+from alar.jsonl import write_json
 from alar.model import save
 from alar.search.environment import SearchEnvironment
 from alar.search.questions import test_questions as split_questions
@@ -35,9 +36,9 @@ def measured(monkeypatch):
 ENVIRONMENT = SearchEnvironment()  # its index of the real world is built once
 
 
-def compare(folder, n=8, **changes):
+def compare(folder, n=8, environment=ENVIRONMENT, **changes):
     limits = {"max_new_tokens": 12, "max_turns": 2, "batch_size": 32} | changes
-    return Comparison(folder, ENVIRONMENT, split_questions(n), **limits)
+    return Comparison(folder, environment, split_questions(n), **limits)
 
 
 def test_a_row_holds_what_the_statistics_say_of_its_answers(checkpoint, measured, tmp_path):
@@ -76,8 +77,8 @@ def test_a_method_is_measured_again_only_when_an_answer_could_differ(checkpoint,
     compare(tmp_path, n=9).measure(one)
     compare(tmp_path, n=9, max_turns=1).measure(one)
     assert len(measured) == 4
-    now = compare(tmp_path, n=9, max_turns=1)
-    now.environment = SearchEnvironment(topk=1)
+    fewer = {"n": 9, "max_turns": 1, "environment": SearchEnvironment(topk=1)}
+    now = compare(tmp_path, **fewer)
     now.measure(one)
     assert len(measured) == 5
     model, tokenizer = random_model()
@@ -88,7 +89,7 @@ def test_a_method_is_measured_again_only_when_an_answer_could_differ(checkpoint,
     now.measure(Method("base", tmp_path / "other"))
     assert len(measured) == 6
     monkeypatch.setattr(comparison.stages, "closure", lambda *_: {"alar.evaluate": "edited"})
-    now.measure(Method("base", tmp_path / "other"))
+    compare(tmp_path, **fewer).measure(Method("base", tmp_path / "other"))
     assert len(measured) == 7
 
 
@@ -114,3 +115,18 @@ def test_settings_are_put_in_the_order_of_their_numbers(checkpoint, measured, tm
 def test_a_missing_checkpoint_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="base: no checkpoint folder"):
         compare(tmp_path).measure(Method("base", tmp_path / "nothing"))
+
+
+def test_the_studys_own_methods_come_with_the_seconds_that_their_notebooks_took(tmp_path):
+    for folder in ("01_latent_model/base", "03_aasd/checkpoint"):
+        (tmp_path / folder).mkdir(parents=True)
+    stage = runs.stage("11_length_rewards", tmp_path)
+    base, first = study_methods(stage)
+    assert (base.name, base.mode, base.training_seconds) == ("base", "off", 0.0)
+    assert (first.name, first.mode) == ("stage 1", "latent") and np.isnan(first.training_seconds)
+    (tmp_path / "05_ar_grpo" / "checkpoint").mkdir(parents=True)
+    for seconds, stem in enumerate(("02_teacher_traces", "03_aasd", "04_mode_warmup", "05_ar_grpo"), start=1):
+        write_json(tmp_path / stem / "stage.json", {"seconds": 10**seconds})
+    found = {method.name: method for method in study_methods(stage)}
+    assert found["stage 1"].training_seconds == 110 and found["ALAR"].training_seconds == 11110
+    assert found["ALAR"].mode == "free" and np.isnan(found["ALAR"].training_tokens)

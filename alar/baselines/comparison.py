@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from alar.records import Question
 from alar.rollout.engine import Engine
 from alar.rollout.engines import opened_engine
 from alar.rollout.loop import Environment
-from alar.runs import FINISHED, Stage, stages
+from alar.runs import FINISHED, Stage, resolve, stages
 
 BASE = "base"
 FOLDER = "methods"
@@ -81,7 +82,8 @@ def study_methods(stage: Stage) -> list[Method]:
 
 
 class Comparison:
-    """The study's test questions in one domain, and the methods measured on them. `scale` says in tables and figures where."""
+    """The study's test questions in one domain, and the methods measured on them. `scale` says in tables and figures where:
+    by default the size of the run's own model."""
 
     def __init__(
         self,
@@ -94,12 +96,14 @@ class Comparison:
         batch_size: int,
         engine: str = "hf",
         domain: str = "search",
-        scale: str = "measured at laptop scale",
+        scale: str = "",
     ):
-        self.folder = Path(run_dir) / FOLDER
+        run_dir = resolve(run_dir)
+        self.folder = run_dir / FOLDER
         self.environment, self.questions = environment, list(questions)
         self.limits = {"max_new_tokens": max_new_tokens, "max_turns": max_turns}
-        self.batch_size, self.engine, self.domain, self.scale = batch_size, engine, domain, scale
+        self.batch_size, self.engine, self.domain = batch_size, engine, domain
+        self.scale = scale or _scale(run_dir)
 
     def measure(
         self,
@@ -124,7 +128,7 @@ class Comparison:
             "domain": self.domain,
             "scale": self.scale,
             "content": stages.content(Path(method.checkpoint)),
-            "protocol": self._protocol(),
+            "protocol": self.protocol,
             "prompt": _hash(list(environment.form.prompt(self.questions[0]))),
             "engine": self.engine,
         }
@@ -145,7 +149,7 @@ class Comparison:
     def records(self) -> list[dict]:
         """Of the methods measured by this protocol, in the order of their names, the base first."""
         found = [stages.read_record(path) | {"file": path.stem} for path in sorted(self.folder.glob("*.json"))]
-        mine = [record for record in found if record["protocol"] == self._protocol()]
+        mine = [record for record in found if record["protocol"] == self.protocol]
         return sorted(mine, key=lambda record: (record["name"] != BASE, record["name"], _numbers_in(record["label"])))
 
     def answers(self) -> pd.DataFrame:
@@ -184,7 +188,8 @@ class Comparison:
             )
         return tables.read(pd.DataFrame(rows), tables.METHODS)
 
-    def _protocol(self) -> str:
+    @cached_property
+    def protocol(self) -> str:
         """A hash of all that decides what an answer is, but for the method: questions, limits, environment, code."""
         code = {"alar.evaluate", "alar.rollout.engines", type(self.environment).__module__}
         simple = {k: v for k, v in vars(self.environment).items() if isinstance(v, int | float | str | bool)}
@@ -226,6 +231,12 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
     ).set_index(["method", "settings"])
 
 
+def _scale(run_dir: Path) -> str:
+    """What the run's model is, or the scale that the defaults are for."""
+    model = stages.read_record(run_dir / "01_latent_model" / "model.json")
+    return f"measured, {model['parameters'] / 1e6:,.1f} M parameters" if model else "measured at laptop scale"
+
+
 def _interval(name: str, row: pd.Series, source: str) -> dict[str, float]:
     return {f"{name}{end}": row[f"{source}{end}"] for end in ("", "_low", "_high")}
 
@@ -237,7 +248,8 @@ def _same(before: dict | None, now: dict) -> bool:
 
 
 def _slug(label: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-").lower()
+    """A file name that people can read and no other label has."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-").lower() + "-" + _hash(label)[:6]
 
 
 def _numbers_in(label: str) -> list:

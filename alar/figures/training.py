@@ -145,6 +145,8 @@ def lengths(
     for index, (axes, title) in enumerate(zip(grid, ("Generated tokens", "Accuracy (%)"), strict=True)):
         axes.set_title(f"{panel_letter(index)}   {title}")
         axes.set_xlabel("Step")
+    low, high = grid[1].get_ylim()
+    grid[1].set_ylim(max(low, -0.03), min(high, 1.03))
     percent_axis(grid[1].yaxis)
     grid[0].xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper", labelspacing=0.6)

@@ -279,8 +279,8 @@ class LengthRewards(Section):
     norm_adv_by_std: bool = True
     correct_weight: Annotated[float, Field(ge=0)] = 2.0  # ShorterBetter's a
     length_weight: Annotated[float, Field(ge=0)] = 1e-3  # ShorterBetter's b, per token
-    limit_fractions: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)] = [1.6, 1.2, 0.8]
-    state_limit: bool = True  # ThinkPrune's limit stands in the prompt
+    limit_fractions: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)] = [1.2, 0.9, 0.6]
+    state_limit: bool = False  # published: True; the embedded base has never read an instruction but its own
     accuracy_weight: Annotated[float, Field(ge=0)] = 2.0  # O1-Pruner's λ
     reference_samples: Annotated[int, Field(ge=2)] = 12  # O1-Pruner's K
     validation_every: CountOrNone = 7  # 0 = never
