@@ -6,15 +6,13 @@ there and goes on. Questions too long for the model's context are wrong answers,
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Callable, Iterable, Sequence
 
 import pandas as pd
 
 from alar.evaluate import evaluate, question_table
-from alar.jsonl import write_json
+from alar.parts import checkpoint_identity, same_settings
 from alar.records import Question, Trajectory, read_trajectories, write_trajectories
 from alar.rollout.engine import Engine
 from alar.tool import bfcl
@@ -46,9 +44,9 @@ def evaluate_bfcl(
     if foreign := set(categories) & set(bfcl.LANGUAGES):
         raise ValueError(f"categories: {', '.join(sorted(foreign))} cannot be asked here; the checker can judge their answers")
     folder = Path(folder)
-    settings = {"checkpoint": _identity(checkpoint), "mode": mode, "max_new_tokens": max_new_tokens, "context": context}
+    settings = {"checkpoint": checkpoint_identity(checkpoint), "mode": mode, "max_new_tokens": max_new_tokens, "context": context}
     settings |= {"shard": shard, "data": bfcl.PACKAGE}
-    _same_settings(folder / "settings.json", settings)
+    same_settings(folder / "settings.json", settings)
     environment, tables = ToolEnvironment(execute=False), []
     for category in categories:
         asked = [bfcl_request(item).question(item.id, world="bfcl") for item in bfcl.load_category(category)[:questions]]
@@ -77,25 +75,3 @@ def _table(category: str, asked: Sequence[Question], trajectories: Sequence[Traj
 
 def _fits(engine: Engine, question: Question, room: int) -> bool:
     return len(engine.codec.encode(ToolEnvironment.form.prompt(question))) + 32 <= room
-
-
-def _identity(checkpoint: str | Path) -> str:
-    """A hash of a folder's configuration and weights; a hub id as it is."""
-    folder = Path(checkpoint)
-    if not folder.is_dir():
-        return str(checkpoint)
-    digest = hashlib.sha256()
-    for path in sorted((*folder.glob("*.json"), *folder.glob("*.safetensors"))):
-        with path.open("rb") as stream:
-            digest.update(path.name.encode() + hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()[:16]
-
-
-def _same_settings(path: Path, settings: dict) -> None:
-    if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found != settings:
-            different = {key: (found.get(key), value) for key, value in settings.items() if found.get(key) != value}
-            raise ValueError(f"{path}: holds results of other settings, {different}; choose another folder or remove this one")
-    else:
-        write_json(path, settings)

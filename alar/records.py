@@ -46,11 +46,15 @@ class Question:
 
 @dataclass(frozen=True)
 class Observation:
-    """What an environment answers to an action: the text to show, the titles of the passages in it, whether all is `over`."""
+    """What an environment answers to an action: the text to show, and the titles of the passages in it.
+
+    With `end` the trajectory is over: "answer" if this action is all that was asked for, else why nothing can be shown. Its
+    text, if there is any, is the last thing in the record.
+    """
 
     text: str
     titles: tuple[str, ...] = ()
-    over: bool = False
+    end: str = ""
 
 
 @dataclass
@@ -81,7 +85,8 @@ class Trajectory:
     turns: list[TurnRecord] = field(default_factory=list)
     prediction: str | None = None
     correct: bool = False
-    finish: str = ""  # "answer" | "max_turns" | "length"
+    finish: str = ""  # "answer" | "max_turns" | "length" | what the environment ended it for
+    grade: float | None = None  # how right it is, 1 for wholly, where the environment grades
 
     def count(self, *origins: Origin, span: tuple[int, int] | None = None) -> int:
         start, end = span or (0, len(self.ids))

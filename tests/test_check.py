@@ -16,6 +16,7 @@ from alar.check import data, machine, memory, sizes
 from alar.model import load_base
 from alar.params.sections import Experiment
 from alar.runs.runner import Request
+from alar.tool.bfcl import ASKED_CATEGORIES
 from alar.train.supervised import trainable_model
 
 GIB = 2**30
@@ -299,3 +300,11 @@ def test_engines_are_asked_for_in_the_versions_of_the_requirements(repository):
 def test_a_wrong_name_ends_with_code_2_and_is_named(examined, roomy, override, message):
     code, lines = examined("laptop.yaml", override)
     assert code == 2 and message in "\n".join(lines)
+
+
+def test_the_tool_domains_sets_are_those_that_its_evaluation_takes(examined, roomy):
+    _, lines = examined("paper-tool-4b.yaml", f"eval.sets=[{', '.join(ASKED_CATEGORIES)}]")
+    assert "is no set of" not in "\n".join(lines)
+    _, lines = examined("paper-tool-4b.yaml", "eval.sets=[live_simpel, simple_java]")
+    assert "'live_simpel' is no set of the tool domain, did you mean live_simple?" in "\n".join(lines)
+    assert "'simple_java' is no set of the tool domain" in "\n".join(lines)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alar.protocol import parse_turns
-from alar.rl.reward import Outcome, diversity_weight, shaped_rewards
+from alar.rl.reward import VARIANTS, Outcome, diversity_weight, shaped_rewards
 
 WRONG = dict(correct=False, well_formed=True)
 END = dict(step=100, total_steps=100)  # d_t = 0: no diversity term
@@ -49,6 +49,30 @@ def test_repaired_rewards_equal_values_by_hand():
         [1.3 + 0.5 * 0.625, 0.5 * 1.15 + 0.5 * 0.125, 1.0 + 0.5 * 0.375, 0.0, -1.0]
     )
     assert rewards(outcome(3, 1, 4000, **WRONG), variant="repaired") == pytest.approx([-0.3 * 0.75])
+
+
+def test_graded_rewards_equal_values_by_hand():
+    # f = 1, ½, 0; mean ½; d_50 = ½; s_L = 1, ½, 1. ToolMind's score as a share of 1.5: all right, two calls of four, none.
+    group = [
+        dataclasses.replace(outcome(2, 0), grade=1.0),
+        dataclasses.replace(outcome(1, 1, 800, correct=False), grade=0.2),
+        dataclasses.replace(outcome(0, 2, 400, correct=False), grade=-2 / 15),
+    ]
+    assert rewards(*group, variant="published", step=50) == pytest.approx(
+        [1.0 + 0.3 + 0.25, 0.5 * (0.2 - 0.15 + 0.0), -2 / 15 + 0.25]
+    )
+    assert rewards(*group, variant="repaired", step=50) == pytest.approx([1.3 + 0.25, 0.2 - 0.15, -2 / 15])
+    malformed = dataclasses.replace(outcome(1, 1, well_formed=False), grade=1.0)
+    assert rewards(malformed, variant="repaired") == rewards(malformed, variant="published") == [-1.0]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("correct", [True, False])
+def test_a_grade_of_one_or_zero_changes_nothing(variant, correct):
+    plain = outcome(1, 2, 900, correct=correct)
+    assert rewards(dataclasses.replace(plain, grade=float(correct)), variant=variant, step=30) == rewards(
+        plain, variant=variant, step=30
+    )
 
 
 def obvious(outcomes, index, *, step, total_steps, alpha, length_tolerance, variant):

@@ -11,9 +11,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from alar.model import from_base, save
 from alar.rollout.codec import Codec
+from alar.rollout.endpoint import Endpoint, EndpointEngine, EndpointError
+from alar.rollout.engine import Sampling, TurnRequest
 from alar.rollout.hf import policy_logits
 from alar.rollout.vllm.checks import INSTALL, TESTED_VLLM, vllm_version
 from alar.serve import Server
+from alar.tool.chat import tool_chat
+from alar.tool.protocol import TOOL
+from alar.tool.requests import Request
 
 pytestmark = [
     pytest.mark.skipif(vllm_version() not in TESTED_VLLM, reason=f"vLLM {TESTED_VLLM[-1]} is not installed: {INSTALL}"),
@@ -195,6 +200,32 @@ def many(address, model, codec, count, cancelled):
 def test_concurrent_mixed_requests_with_some_cancelled_are_exact(served):
     address, model, codec, _ = served
     assert many(address, model, codec, 40, 4) == 0
+
+
+def test_a_served_model_is_a_teacher_of_tool_rollouts(served):
+    """The endpoint engine against vLLM itself: what comes back is the server's text in the student's tokens."""
+    address, _, codec, _ = served
+    codec = Codec(codec.tokenizer, form=TOOL)
+    function = {"name": "gcd", "parameters": {"type": "dict", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
+    asked = [Request(({"role": "user", "content": text},), (function,), ((),), "simple").question(text) for text in ("one", "two")]
+    requests = [TurnRequest(n, codec.encode(TOOL.prompt(question)), []) for n, question in enumerate(asked)]
+    sampling = Sampling(TOKENS, stop=())
+    endpoint = Endpoint(f"{address}/v1", "alar", extra={"tool_choice": "none"}, retries=0)
+    with EndpointEngine(endpoint, codec, tool_chat) as engine:
+        written = engine.generate(requests, sampling)
+    for request, output in zip(requests, written):
+        fields, read = tool_chat(request.ids, codec)
+        _, answer = chat(address, fields["messages"], tools=fields["tools"], tool_choice="none")
+        choice = answer["choices"][0]
+        text = read(choice["message"])
+        assert text and output.ids == codec.untrusted(text) + codec.trusted(TOOL.closing)
+        assert output.finish == {"length": "length", "stop": "eos"}[choice["finish_reason"]]
+    with EndpointEngine(Endpoint(f"{address}/v1", "alar"), codec, tool_chat) as engine:
+        assert [output.ids for output in engine.generate(requests, sampling)] == [[], []]
+    assert "--enable-auto-tool-choice" in engine.problems[0], "what the server lacks is said"
+    with EndpointEngine(Endpoint(f"{address}/v1", "other"), codec, tool_chat) as engine:
+        with pytest.raises(EndpointError, match="model other: .* status 404"):
+            engine.generate(requests, sampling)
 
 
 @pytest.mark.full

@@ -10,6 +10,8 @@ import pytest
 from alar import protocol
 from alar.evaluate_bfcl import evaluate_bfcl
 from alar.records import Origin, Trajectory
+from alar.rl.reward import shaped_rewards
+from alar.rl.rollouts import Summary, outcomes_of
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Sampling, TurnOutput
 from alar.rollout.loop import run
@@ -164,6 +166,23 @@ def test_the_dense_score_is_an_option_of_the_environment(environment, rolled):
             assert not dense.correct(fewer) and toolmind_score(fewer) < 1.5
     with pytest.raises(ValueError, match="official"):
         ToolEnvironment(environment.executor, judge="mine")
+
+
+def test_the_dense_judge_grades_the_rollouts_that_the_reward_sees(codec, environment, solved):
+    """Two parallel calls and the answer, wholly right and with one call of two: ½ − 0.2 of 1.5 by hand."""
+    item = next(i for i in solved if i.question.type == "parallel_multiple")
+    half = texts(item)
+    half[0] = f"<think>one</think>\n\n{calls_text(parse_calls(item.steps[0].argument)[0][:1])}"
+    asked, dense = [item.question] * 2, ToolEnvironment(environment.executor, judge="toolmind")
+    for judge, grades, correct in ((dense, [1.0, (0.5 - 0.2) / 1.5], [True, False]), (environment, [None, None], [True, False])):
+        rolled = run(asked, Scripted(codec, {0: texts(item), 1: list(half)}), judge, Sampling(stop=()))
+        assert [t.correct for t in rolled] == correct
+        assert [t.grade for t in rolled] == (pytest.approx(grades) if judge is dense else grades)
+        again = [Trajectory.from_json(json.loads(json.dumps(t.to_json()))) for t in rolled]
+        outcomes = outcomes_of([Summary.of(t, codec) for t in again], "gg")
+        assert [o.grade for o in outcomes] == [t.grade for t in rolled]
+        expected = [1.0, 0.3 / 1.5 if judge is dense else 0.0]
+        assert shaped_rewards(outcomes, step=1, total_steps=1, variant="repaired") == pytest.approx(expected)
 
 
 def test_hard_turns_are_those_whose_call_needs_a_computation(solved):

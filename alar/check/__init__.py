@@ -21,11 +21,11 @@ from alar.params.notebooks import NotebookError
 from alar.params.sections import Experiment
 from alar.runs.runner import Request, plan
 from alar.search.datasets import published_sizes
+from alar.tool.bfcl import ASKED_CATEGORIES
 
 CPU_PARAMETERS = 20_000_000  # above this a CPU would need days: a GPU is asked for
 USUAL_GPU = 80 * GIB  # what is asked for where no GPU is found
 INSTALL_ENGINES = "python run_all.py --install engines"
-BFCL_CATEGORIES = ("simple_python", "multiple", "parallel", "parallel_multiple")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def check(experiment: Experiment, domain: str, stages: frozenset[str], *, root: 
 
 
 def _names(experiment: Experiment, domain: str, stages: frozenset[str]) -> list[Row]:
-    known = ["real", *(published_sizes if domain == "search" else BFCL_CATEGORIES)]
+    known = ["real", *(published_sizes if domain == "search" else ASKED_CATEGORIES)]
     return [
         Row("names", f"eval.sets: {name!r} is no set of the {domain} domain{did_you_mean(name, known)}",
             f"correct eval.sets; there are {', '.join(known)}")

@@ -7,6 +7,9 @@ For one trajectory of a group G, with f the share of latent turns among its reas
 
     r_div = d_t · |f − mean_G f|,   d_t = ½ (1 + cos(π t / T)),   s_L = min(1, L / think_length)
 
+An environment may grade its trajectories (the tool domain's dense score). The grade then stands in place of the 1 of a correct
+trajectory and of the 0 of a wrong one.
+
 Deliberate in the repaired variant: length no longer shrinks a penalty, only correct answers are paid for diversity,
 malformed trajectories do not move the mean that others are compared with, and a trajectory that never reasons is
 malformed. What counts as well formed and as thinking is decided by `alar.protocol`, the same for both variants.
@@ -28,7 +31,8 @@ class Outcome:
     """What the reward knows of one trajectory.
 
     `group` names its prompt; `n_latent` and `n_think` count turns; `think_length` counts the characters that the policy
-    wrote outside latent blocks, tags and actions. Raises ValueError for negative counts.
+    wrote outside latent blocks, tags and actions. `grade` is how right the trajectory is, 1 for wholly; None where that is only
+    told by `correct`. Raises ValueError for negative counts and a grade that is no number.
     """
 
     group: Hashable
@@ -37,12 +41,20 @@ class Outcome:
     n_latent: int
     n_think: int
     think_length: float
+    grade: float | None = None
 
     def __post_init__(self):
         for name in ("n_latent", "n_think", "think_length"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"Outcome.{name} is {value}: a count is finite and not negative")
+        if self.grade is not None and not math.isfinite(self.grade):
+            raise ValueError(f"Outcome.grade is {self.grade}: expected a number, or None")
+
+    @property
+    def worth(self) -> float:
+        """The grade; without one, 1 if correct and 0 if not."""
+        return float(self.correct) if self.grade is None else self.grade
 
     @property
     def latent_share(self) -> float:
@@ -96,10 +108,10 @@ def shaped_rewards(
         length_scale = min(1.0, length_tolerance / outcome.think_length) if outcome.think_length else 1.0
         diversity = weight * abs(share - means[outcome.group])
         if not repaired:
-            return length_scale * ((1.0 + alpha * share if outcome.correct else -alpha * share) + diversity)
+            return length_scale * (outcome.worth + (alpha * share if outcome.correct else -alpha * share) + diversity)
         if not outcome.correct:
-            return -alpha * share
-        return length_scale * (1.0 + alpha * share) + diversity
+            return outcome.worth - alpha * share
+        return length_scale * (outcome.worth + alpha * share) + diversity
 
     return [reward(outcome) for outcome in outcomes]
 

@@ -42,6 +42,7 @@ class Summary:
     forced: bool
     question: str = ""
     score: float = float("nan")
+    grade: float | None = None
 
     @classmethod
     def of(cls, trajectory: Trajectory, codec: Codec, score: float = float("nan")) -> Summary:
@@ -60,6 +61,7 @@ class Summary:
             forced=any(turn.forced_mode for turn in trajectory.turns),
             question=trajectory.question.id,
             score=score,
+            grade=trajectory.grade,
         )
 
 
@@ -108,7 +110,7 @@ def rollout_seed(config: RLConfig, step: int) -> int:
 
 def outcomes_of(summaries: Sequence[Summary], groups: Sequence[Hashable]) -> list[Outcome]:
     return [
-        Outcome(group, s.correct, s.well_formed, s.n_latent, s.n_think, s.think_length)
+        Outcome(group, s.correct, s.well_formed, s.n_latent, s.n_think, s.think_length, s.grade)
         for s, group in zip(summaries, groups, strict=True)
     ]
 

@@ -25,8 +25,9 @@ QUORUM = 16  # finished turns are collected until they are one in so many slots:
 class Environment(Protocol):
     """A domain as the loop sees it. `final` actions end a trajectory; their argument is its prediction.
 
-    A domain without final actions ends a trajectory by an observation that is `over`, and the last turn that `max_turns` allows is
-    acted on too. An environment keeps no state between turns: what has happened is in `Turn.earlier`.
+    A domain without final actions ends a trajectory by an observation's `end`, and the last turn that `max_turns` allows is acted
+    on too. An environment keeps no state between turns: what has happened is in `Turn.earlier`. It may have a method
+    `grade(trajectory)`: how right it is as a number, 1 for wholly, or None.
     """
 
     form: protocol.Form
@@ -134,11 +135,13 @@ class _Loop:
         form = self.environment.form
         found = iter(self.environment.observe(acting) if acting else ())
         for row, parsed in going:
-            observation = next(found) if parsed.action is not None else Observation(form.invalid(parsed.problem))
             trajectory = live[row].trajectory
-            _observe(trajectory, observation, self.engine, form)
-            if observation.over:
-                trajectory.prediction, trajectory.finish = parsed.argument, "answer"
+            observation = next(found) if parsed.action is not None else Observation(form.invalid(parsed.problem))
+            if observation.text:
+                _observe(trajectory, observation, self.engine, form)
+            if observation.end:
+                trajectory.finish = observation.end
+                trajectory.prediction = parsed.argument if observation.end == "answer" else None
             elif len(trajectory.turns) == self.max_turns:
                 trajectory.finish = "max_turns"
         return [row for row, _ in going if not live[row].trajectory.finish]
@@ -160,6 +163,7 @@ class _Loop:
         trajectory.latents = np.asarray(latents, dtype=np.float32).reshape(len(latents), width)
         if trajectory.prediction is not None:
             trajectory.correct = self.environment.correct(trajectory)
+            trajectory.grade = self.environment.grade(trajectory) if hasattr(self.environment, "grade") else None
         return trajectory
 
 

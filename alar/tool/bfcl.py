@@ -36,7 +36,9 @@ PAPER_CATEGORIES = AST_CATEGORIES[:4]  # what ALAR reports the mean of
 NO_CALL_CATEGORIES = ("irrelevance", "live_irrelevance")  # right is to call nothing
 ANY_CALL_CATEGORIES = ("live_relevance",)  # right is to call anything
 LANGUAGES = {"simple_java": "java", "simple_javascript": "javascript"}  # every other category is Python
-CATEGORIES = (*AST_CATEGORIES, *NO_CALL_CATEGORIES, *ANY_CALL_CATEGORIES, *LANGUAGES)
+ASKED_CATEGORIES = (*AST_CATEGORIES, *NO_CALL_CATEGORIES, *ANY_CALL_CATEGORIES)  # what a model can be evaluated on here
+CATEGORIES = (*ASKED_CATEGORIES, *LANGUAGES)
+LONGEST_REASON = 1000  # characters
 _MODEL = "alar"  # the name under which the stand-in registry knows us; must hold no underscore
 
 Call = Mapping[str, Any]  # {"name": str, "arguments": dict}
@@ -94,7 +96,7 @@ def check_calls(
     """
     problem = _shape_problem(calls)
     if problem:
-        return CheckResult(False, problem)
+        return _wrong(problem)
     if "irrelevance" in category:
         return CheckResult(not calls, "" if not calls else "no call was right, but one was made")
     if category in ANY_CALL_CATEGORIES:
@@ -105,10 +107,16 @@ def check_calls(
     try:
         verdict = checker(list(question.functions), predicted, list(ground_truth), language, category, _MODEL)
     except Exception as error:  # the checker assumes values of plausible shapes; others are wrong answers
-        return CheckResult(False, f"the checker cannot read these arguments ({type(error).__name__}: {error})")
+        return _wrong(f"the checker cannot read these arguments ({type(error).__name__}: {error})")
     if verdict["valid"]:
         return CheckResult(True)
-    return CheckResult(False, f"{verdict['error_type']}: {'; '.join(map(str, verdict['error']))}")
+    return _wrong(f"{verdict['error_type']}: {'; '.join(map(str, verdict['error']))}")
+
+
+def _wrong(reason: str) -> CheckResult:
+    """Reasons quote predictions, which may be long and hold what is no Unicode; tables must be able to hold them."""
+    reason = reason.encode("utf-8", "backslashreplace").decode("utf-8")
+    return CheckResult(False, reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]}…")
 
 
 def reference_calls(ground_truth: Iterable[dict]) -> list[dict]:

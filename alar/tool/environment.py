@@ -23,8 +23,9 @@ class ToolEnvironment:
     """Executes the calls of functions that the request offers and the whitelist holds.
 
     `judge` is "official", BFCL's checker, or "toolmind", the score that ToolMind's teacher rollouts are kept by: it forgives
-    further arguments and JSON-like differences of type. `execute=False` is for requests about functions that nobody here can
-    run (BFCL, ToolMind): a trajectory then ends with its first calls, as in BFCL's single-turn categories.
+    further arguments and JSON-like differences of type, and it is dense: trajectories get a grade, which the reward uses.
+    `execute=False` is for requests about functions that nobody here can run (BFCL, ToolMind): a trajectory then ends with its
+    first calls, as in BFCL's single-turn categories.
     """
 
     form = TOOL
@@ -42,6 +43,10 @@ class ToolEnvironment:
 
     def correct(self, trajectory: Trajectory) -> bool:
         return verdict(trajectory).correct if self.judge == "official" else toolmind_score(trajectory) >= SUCCESS
+
+    def grade(self, trajectory: Trajectory) -> float | None:
+        """The dense score as a share of that of a full match; None where only right and wrong count."""
+        return None if self.judge == "official" else toolmind_score(trajectory) / SUCCESS
 
     def _respond(self, request: Request, turn: protocol.Turn) -> str:
         calls, problem = parse_calls(turn.argument)
@@ -69,7 +74,10 @@ def verdict(trajectory: Trajectory) -> CheckResult:
 def toolmind_score(trajectory: Trajectory) -> float:
     """`dense_score` averaged over the turns of calls that were made or expected; −0.2 for a malformed trajectory."""
     calls, problem = _calls_made(trajectory)
-    expected = [reference_calls(map(_without_optional, turn)) for turn in request_of(trajectory.question).truth or ()]
+    request = request_of(trajectory.question)
+    if request.truth is None and not problem:  # the category alone decides
+        return SUCCESS if check_turns(calls, request).correct else -0.2
+    expected = [reference_calls(map(_without_optional, turn)) for turn in request.truth or ()]
     if problem or not (calls or expected):
         return -0.2 if problem else SUCCESS
     scores = [dense_score(made or [], wanted or []) for made, wanted in zip_longest(calls, expected)]

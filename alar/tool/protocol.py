@@ -24,6 +24,7 @@ from alar.tool.requests import openai_tool, request_of
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 RESPONSE_OPEN, RESPONSE_CLOSE = "<tool_response>", "</tool_response>"
 MAX_CALLS = 16  # in one turn
+LONGEST_PROBLEM = 200  # characters; the policy reads it
 
 _TOOLS_HEAD = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
@@ -35,7 +36,6 @@ _TOOLS_FOOT = (
     '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 )
 _BLOCK = re.compile(r"\s*<(think|latent)>(.*?)</\1>\s*", re.DOTALL)
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _TAG = re.compile(r"</?(?:think|latent|tool_call|tool_response|tools)>")
 
 
@@ -46,11 +46,12 @@ def tools_text(functions: Sequence[dict]) -> str:
 
 
 def calls_text(calls: Sequence[dict]) -> str:
-    """Calls as the template writes them."""
+    """Calls as the template writes them; a tag inside a text is escaped, so that every call can be read back."""
     bodies = (
         f'{{"name": {_json(call["name"])}, "arguments": {_json(call["arguments"])}}}' for call in calls
     )
-    return "\n".join(f"{CALL_OPEN}\n{body}\n{CALL_CLOSE}" for body in bodies)
+    escaped = (_TAG.sub(lambda tag: f"\\u003c{tag[0][1:]}", body) for body in bodies)
+    return "\n".join(f"{CALL_OPEN}\n{body}\n{CALL_CLOSE}" for body in escaped)
 
 
 def responses_text(responses: Sequence[str]) -> str:
@@ -64,7 +65,7 @@ def parse_calls(text: str) -> tuple[list[dict], str]:
     A call is a JSON object with exactly a `name` (text) and `arguments` (an object). Never raises.
     """
     calls = []
-    for body in _CALL.findall(text):
+    for body in _split_calls(text)[0]:
         call, problem = _parse_call(body)
         if problem:
             return [], problem
@@ -85,8 +86,8 @@ def parse_turn(text: str) -> Turn:
     else:
         mode, reasoning, rest = block[1], block[2], text[block.end() :]
         problem = ""
-    outside = _CALL.sub("", rest)
-    bodies = "\n".join(match[0] for match in _CALL.finditer(rest))
+    found, outside = _split_calls(rest)
+    bodies = "\n".join(f"{CALL_OPEN}{body}{CALL_CLOSE}" for body in found)
     action, argument = ("call", bodies) if bodies else ("answer", rest.strip())
     tagged = _TAG.search(outside)
     if tagged or not argument:
@@ -117,8 +118,9 @@ class ToolForm:
     def prompt(self, question: Question) -> Sequence[str]:
         request = request_of(question)
         messages = list(request.messages)
-        system = messages.pop(0)["content"] + "\n\n" if messages and messages[0]["role"] == "system" else ""
-        pieces = [Trusted("<|im_start|>system\n"), system + tools_text(request.functions), Trusted("<|im_end|>\n")]
+        system = [messages.pop(0)["content"]] if messages and messages[0]["role"] == "system" else []
+        system += [tools_text(request.functions)] if request.functions else []
+        pieces = [Trusted("<|im_start|>system\n"), "\n\n".join(system), Trusted("<|im_end|>\n")] if system else []
         for message in messages:
             opening = Trusted(f"<|im_start|>{'assistant' if message['role'] == 'assistant' else 'user'}\n")
             pieces += [opening, message["content"], Trusted("<|im_end|>\n")]
@@ -129,7 +131,7 @@ class ToolForm:
         return *opening, text, Trusted("<|im_end|>\n<|im_start|>assistant\n")
 
     def invalid(self, problem: str) -> str:
-        return responses_text([_json({"error": problem})])
+        return responses_text([_json({"error": problem}).replace("<", "\\u003c")])
 
     def parse(self, text: str) -> Turn:
         return parse_turn(text)
@@ -141,6 +143,16 @@ class ToolForm:
 TOOL = ToolForm()
 
 
+def _split_calls(text: str) -> tuple[list[str], str]:
+    """(what stands between the tags of each call, what stands around the calls), in one pass over the text."""
+    bodies, around, place = [], [], 0
+    while (start := text.find(CALL_OPEN, place)) >= 0 and (end := text.find(CALL_CLOSE, start)) >= 0:
+        bodies.append(text[start + len(CALL_OPEN) : end])
+        around.append(text[place:start])
+        place = end + len(CALL_CLOSE)
+    return bodies, "".join(around) + text[place:]
+
+
 def _parse_call(body: str) -> tuple[dict, str]:
     try:
         call = json.loads(body, parse_constant=_refuse)
@@ -149,7 +161,7 @@ def _parse_call(body: str) -> tuple[dict, str]:
     if not isinstance(call, dict):
         return {}, f"a call is {type(call).__name__}, not an object with name and arguments"
     if set(call) != {"name", "arguments"}:
-        return {}, f"a call has the keys {sorted(map(str, call))[:6]}, expected name and arguments"
+        return {}, f"a call has the keys {sorted(map(str, call))[:6]}"[:LONGEST_PROBLEM] + ", expected name and arguments"
     if not isinstance(call["name"], str):
         return {}, "the name of a call is not text"
     if not isinstance(call["arguments"], dict):

@@ -9,8 +9,9 @@ What the published rows need, and get here:
 - several responses may follow one turn of calls: all are kept;
 - a conversation may end in calls that nobody answered: they are what its last turn should call.
 
-A row becomes one request: its history up to the last turn of calls, and those calls as the truth. Rows that cannot be read are
-counted by reason, never guessed at.
+A row becomes one request: its history up to the last turn of calls, and those calls as the truth. With `whole` it becomes its
+last episode instead: the history up to the last user message, and all turns of calls that follow, with their responses. Rows
+that cannot be read are counted by reason, never guessed at.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 from alar.tool.protocol import calls_text, responses_text
 from alar.tool.requests import Request
@@ -35,12 +36,16 @@ class UnreadableRow(ValueError):
 
 @dataclass(frozen=True)
 class ToolMindRow:
-    """`group` is what a split must keep together; `expected` are the calls that the last turn should make."""
+    """`group` is what a split must keep together; `expected` are the calls that the last turn should make.
+
+    `responses` are (call, response) of the request's own turns of calls, those with an answer; only whole episodes have any.
+    """
 
     id: str
     group: str
     request: Request
     expected: tuple[dict, ...]
+    responses: tuple[tuple[dict, str], ...] = ()
 
 
 @dataclass
@@ -49,24 +54,33 @@ class Loaded:
     skipped: Counter = field(default_factory=Counter)  # reason → rows
 
 
-def load_rows(records: Iterable[dict]) -> Loaded:
-    """Requests of all rows that can be read. Of rows that ask for the same thing after the same history, one is kept."""
-    loaded, seen = Loaded(), set()
+def load_rows(
+    records: Iterable[dict], *, whole: bool = False, wanted: Callable[[ToolMindRow], bool] = lambda row: True
+) -> Loaded:
+    """The wanted requests of all rows that can be read. Of rows that ask for the same thing after the same history, one is kept:
+    the first, or the longest of whole episodes."""
+    kept: dict[str, ToolMindRow] = {}
+    skipped: Counter = Counter()
     for record in records:
         try:
-            row = read_row(record)
-        except UnreadableRow as problem:
-            loaded.skipped[str(problem)] += 1
+            row = read_row(record, whole=whole)
+        except (UnreadableRow, RecursionError) as problem:
+            skipped["nested too deeply" if isinstance(problem, RecursionError) else str(problem)] += 1
             continue
-        if row.id in seen:
-            loaded.skipped["the same request as another row"] += 1
+        if not wanted(row):
             continue
-        seen.add(row.id)
-        loaded.rows.append(row)
-    return loaded
+        if row.id in kept:
+            skipped["the same request as another row"] += 1
+        if row.id not in kept or _size(row) > _size(kept[row.id]):
+            kept[row.id] = row
+    return Loaded(list(kept.values()), skipped)
 
 
-def read_row(record: dict) -> ToolMindRow:
+def _size(row: ToolMindRow) -> tuple[int, int]:
+    return len(row.request.truth), len(row.responses)
+
+
+def read_row(record: dict, *, whole: bool = False) -> ToolMindRow:
     """One row. Raises UnreadableRow."""
     functions = tuple(read_function(tool) for tool in _list(record.get("tools"), "tools"))
     messages = _list(record.get("conversations"), "conversations")
@@ -76,18 +90,25 @@ def read_row(record: dict) -> ToolMindRow:
     if not turns:
         raise UnreadableRow("no calls")
     names = {function["name"] for function in functions}
-    expected = tuple(_calls(messages[turns[-1]]))
-    unknown = {call["name"] for call in expected} - names
-    if unknown:
-        raise UnreadableRow("a call of a function that is not offered")
-    history = tuple(_history(messages[: turns[-1]]))
-    if not any(message["role"] == "user" for message in history):
+    if len(names) < len(functions):
+        raise UnreadableRow("two functions with one name")
+    asked = [n for n in range(turns[-1]) if messages[n]["role"] == "user"]
+    if not asked:
         raise UnreadableRow("no user message")
+    turns = [n for n in turns if n > asked[-1]] if whole else turns[-1:]
+    expected = [tuple(_calls(messages[n])) for n in turns]
+    if not all(expected):
+        raise UnreadableRow("no calls")
+    if {call["name"] for turn in expected for call in turn} - names:
+        raise UnreadableRow("a call of a function that is not offered")
+    history = tuple(_history(messages[: asked[-1] + 1 if whole else turns[0]]))
     first = next(message["content"] for message in history if message["role"] == "user")
-    truth = (tuple({call["name"]: {k: [_accepted(v)] for k, v in call["arguments"].items()}} for call in expected),)
-    category = "multiple" if len(expected) == 1 else "parallel_multiple"
+    truth = tuple(tuple(_truth(call) for call in turn) for turn in expected)
+    category = "multi_turn" if len(truth) > 1 else "multiple" if len(truth[0]) == 1 else "parallel_multiple"
+    _digest(expected)  # of text, as all that is stored
     request = Request(history, functions, truth, category)
-    return ToolMindRow(_digest([history, functions]), _digest([first, functions]), request, expected)
+    responses = _responses(messages, turns, expected) if whole else ()
+    return ToolMindRow(_digest([history, functions]), _digest([first, functions]), request, expected[-1], responses)
 
 
 def read_function(tool: Any) -> dict:
@@ -95,7 +116,7 @@ def read_function(tool: Any) -> dict:
     for _ in range(2):
         if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
             tool = tool["function"]
-    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or not tool["name"].strip():
+    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or not usable_name(tool["name"]):
         raise UnreadableRow("a function without a name")
     parameters = tool.get("parameters", tool.get("arguments"))
     parameters = parameters if isinstance(parameters, dict) else {}
@@ -103,7 +124,8 @@ def read_function(tool: Any) -> dict:
         parameters = {"properties": parameters}  # the parameters themselves, without a schema around them
     properties = parameters.get("properties")
     properties = {k: _schema(v) for k, v in properties.items()} if isinstance(properties, dict) else {}
-    required = [name for name in parameters.get("required") or [] if name in properties]
+    required = parameters.get("required")
+    required = [name for name in properties if name in required] if isinstance(required, list) else []
     return {
         "name": usable_name(tool["name"]),
         "description": str(tool.get("description") or ""),
@@ -170,14 +192,25 @@ def _matches(call: dict, wanted: dict) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equality by JSON text, for which True is not 1."""
-    return json.dumps(coerced(a), sort_keys=True) == json.dumps(coerced(b), sort_keys=True)
+    """Equality by JSON text, for which True is not 1; False for what is nested too deeply."""
+    try:
+        return json.dumps(coerced(a), sort_keys=True) == json.dumps(coerced(b), sort_keys=True)
+    except RecursionError:
+        return False
+
+
+def _truth(call: dict) -> dict:
+    """A call as BFCL's ground truth has it."""
+    return {call["name"]: {key: [_accepted(value)] for key, value in call["arguments"].items()}}
 
 
 def _accepted(value: Any) -> Any:
-    """An accepted value as BFCL writes it: inside a dict, or a list of dicts, every value is a list of accepted ones again."""
+    """An accepted value as BFCL writes it: inside a dict, or a list of dicts, every value is a list of accepted ones again.
+
+    There an empty text would say that the key may be left out; a blank does not, and equals it: texts compare without blanks.
+    """
     if isinstance(value, dict):
-        return {key: [inner] for key, inner in value.items()}
+        return {key: [" "] if inner == "" else [inner] for key, inner in value.items()}
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         return [_accepted(item) for item in value]
     return value
@@ -227,6 +260,26 @@ def _history(messages: Sequence[dict]) -> Iterable[dict]:
         yield {"role": "user", "content": responses_text(responses)}
 
 
+def _responses(messages: Sequence[dict], turns: Sequence[int], calls: Sequence[Sequence[dict]]) -> tuple[tuple[dict, str], ...]:
+    """(call, response) of each turn of calls; the last turn may be unanswered. Raises UnreadableRow where one cannot tell."""
+    answered: dict[str, tuple[dict, str]] = {}
+    for turn, made in zip(turns, calls):
+        texts = []
+        while turn + 1 + len(texts) < len(messages) and messages[turn + 1 + len(texts)]["role"] == "tool":
+            texts.append(_content(messages[turn + 1 + len(texts)]))
+        if len(texts) != len(made) and (texts or turn != turns[-1]):
+            raise UnreadableRow("not as many responses as calls in a turn")
+        for call, text in zip(made, texts):
+            if answered.setdefault(call_key(call), (call, text))[1] != text:
+                raise UnreadableRow("one call with two different responses")
+    return tuple(answered.values())
+
+
+def call_key(call: dict) -> str:
+    """Equal for calls of one function with the same arguments after `coerced`."""
+    return json.dumps([call["name"], coerced(call["arguments"])], sort_keys=True)
+
+
 def _calls(message: dict) -> list[dict]:
     calls = []
     for entry in _list(message["tool_calls"], "tool_calls"):
@@ -269,4 +322,8 @@ def _json(text: str, name: str) -> Any:
 
 
 def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    try:
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+    except UnicodeEncodeError:  # JSON may escape half of a surrogate pair, which no tokenizer takes
+        raise UnreadableRow("text that is no Unicode") from None
