@@ -48,8 +48,8 @@ class Question:
 class Observation:
     """What an environment answers to an action: the text to show, and the titles of the passages in it.
 
-    With `end` the trajectory is over, after the text if there is one: "answer" if this action was the last one asked for, else why
-    nothing can be shown.
+    With `end` the trajectory is over: "answer" if this action is all that was asked for, else why nothing can be shown. Its
+    text, if there is any, is the last thing in the record.
     """
 
     text: str

@@ -39,12 +39,12 @@ class FrozenLakeEnvironment:
 
     def _observe(self, question: Question, turns: Sequence[protocol.Turn]) -> Observation:
         walked = self.walk(question, turns)
-        remark, over = "", walked.over
+        remark = ""
         if walked.reached:
             remark = "The goal is reached."
         elif walked.fallen:
             remark = "The ice has a hole here."
         elif walked.played == self.max_moves:
-            remark, over = "No moves are left.", True
-        shown = drawing(json.loads(question.details)["rows"], walked.position)
-        return Observation(observation_text(shown, remark), end="answer" if over else "")
+            remark = "No moves are left."
+        rows = json.loads(question.details)["rows"]
+        return Observation(observation_text(drawing(rows, walked.position), remark), end="answer" if remark else "")

@@ -41,8 +41,8 @@ class Summary:
     hard: tuple[bool, ...]
     forced: bool
     question: str = ""
-    grade: float | None = None
     score: float = float("nan")
+    grade: float | None = None
 
     @classmethod
     def of(cls, trajectory: Trajectory, codec: Codec, score: float = float("nan")) -> Summary:
@@ -60,8 +60,8 @@ class Summary:
             hard=tuple(number in trajectory.question.hard_turns for number in range(len(modes))),
             forced=any(turn.forced_mode for turn in trajectory.turns),
             question=trajectory.question.id,
-            grade=trajectory.grade,
             score=score,
+            grade=trajectory.grade,
         )
 
 

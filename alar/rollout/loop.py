@@ -25,9 +25,9 @@ QUORUM = 16  # finished turns are collected until they are one in so many slots:
 class Environment(Protocol):
     """A domain as the loop sees it. `final` actions end a trajectory; their argument is its prediction.
 
-    A domain without final actions ends a trajectory by an observation with an `end`, and the last turn that `max_turns` allows is
-    acted on too. An environment keeps no state between turns: what has happened is in `Turn.earlier`.
-    An environment may have a method `grade(trajectory)`: how right it is as a number, 1 for wholly, or None.
+    A domain without final actions ends a trajectory by an observation's `end`, and the last turn that `max_turns` allows is acted
+    on too. An environment keeps no state between turns: what has happened is in `Turn.earlier`. It may have a method
+    `grade(trajectory)`: how right it is as a number, 1 for wholly, or None.
     """
 
     form: protocol.Form
