@@ -18,6 +18,7 @@ from fractions import Fraction
 from alar.search.metrics import exact_match
 
 Scorer = Callable[[str, Sequence[str]], bool]
+PATIENCE = 30  # seconds for one comparison: enough on a busy machine, so that a verdict does not depend on the load
 LONGEST = 400  # characters of an answer that are looked at: no gold answer is longer, and parsing may take time
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?|[-+]?\.\d+")
 _LETTERS = (re.compile(r"answer\s+is\s*:?\s*\(?([A-J])\b", re.IGNORECASE), re.compile(r"\(?([A-J])(?=[.):,]|$)", re.IGNORECASE))
@@ -134,7 +135,7 @@ def _verified(ours: str, theirs: str) -> bool:
             "answers of MATH are compared with the math-verify library, which is not installed: python run_all.py --install core"
         ) from None
     # The library's time limits are alarm signals, which only the main thread may set.
-    limit = 3 if threading.current_thread() is threading.main_thread() else None
+    limit = PATIENCE if threading.current_thread() is threading.main_thread() else None
     gold, found = (parse(f"${text}$", parsing_timeout=limit) for text in (theirs, ours))
     return bool(gold and found) and verify(gold, found, timeout_seconds=limit)
 
