@@ -4,25 +4,19 @@ One frozen pydantic model per section; `Experiment` holds them all. The defaults
 `params/laptop.yaml` states only what it wants to say aloud. Types are strict: a number in quotes is an error,
 never a silent conversion. To add a parameter, add a field here and declare the name in the `parameters` cell
 of the notebook that uses it; to add a section, add a model, a field of `Experiment`, and, if a notebook owns
-it, a line in `OWN_SECTION`. Reading files is the work of `alar.params`.
+it, a line in `OWN_SECTION`. Reading files is the work of `alar.params`; those of the compared methods are in
+`alar.params.baselines`.
 """
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from alar.params.baselines import DualVocabulary, LengthRewards, Logprob, SelfTraining, Static, Tokenskip
+from alar.params.types import Count, CountOrNone, Location, LocationOrName, Rate, Section, Share, Supervised
 
 Domain = Literal["search", "tool"]
 DOMAINS = get_args(Domain)
-
-# A file or folder. `alar.params` checks that it exists and the stage cache follows its content, not its name.
-Location = Annotated[str, "location"]
-# A file or folder if it looks like one ("./x", "/x", "x.jsonl", "a/b" that exists), else a name on the hub or a keyword.
-LocationOrName = Annotated[str, "location or name"]
-
-Share = Annotated[float, Field(ge=0, le=1)]
-Rate = Annotated[float, Field(gt=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
-CountOrNone = Annotated[int, Field(ge=0)]
 
 # Which section's keys keep their plain name in a notebook; any other section's carry the section as a prefix.
 OWN_SECTION = {
@@ -57,16 +51,6 @@ ON_REQUEST = (
     "15_static_evaluation",
     "16_logprob_reward",
 )
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
-
-    def inconsistencies(self) -> list[tuple[str, str]]:
-        """(key, what is wrong) for values that are valid one by one but not together."""
-        return []
 
 
 class Run(Section):
@@ -137,22 +121,6 @@ class Teacher(Section):
     worlds: Count = 48
     temperature: Annotated[float, Field(ge=0)] = 1.0
     questions_file: LocationOrName = ""  # JSONL with question and answers, or a published set's name; "" = the embedded world
-
-
-class Supervised(Section):
-    """What AASD and mode warm-up share."""
-
-    learning_rate: Rate = 5e-4
-    epochs: Annotated[float, Field(gt=0)] = 1.5
-    batch_size: Count = 16
-    gradient_accumulation: Count = 1
-    warmup_ratio: Share = 0.03
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    latent_gradient: Literal["published", "full", "projector_only"] = "published"
-    trainable: Literal["lora", "full"] = "full"  # the embedded model is small enough
-    lora_rank: Count = 16
-    lora_alpha: Count = 32
-    max_examples: CountOrNone = 0  # 0 = all
 
 
 class Aasd(Supervised):
@@ -281,136 +249,6 @@ class Serving(Section):
     questions: Count = 64  # answered by both engines
     concurrent: Annotated[list[Count], Field(min_length=1)] = [1, 8, 64]  # turns at once, for the throughput
     turns: Count = 128  # per measurement; fewer where few are written at once
-
-
-class LengthRewards(Section):
-    """Notebook 11: RL on explicit reasoning. Prompts, group, learning rate and trainer are those of `rl`."""
-
-    methods: Annotated[list[Literal["shorterbetter", "thinkprune", "o1pruner"]], Field(min_length=1)] = [
-        "shorterbetter", "thinkprune", "o1pruner"
-    ]
-    steps: Count = 21  # of each method
-    kl_coefficient: Annotated[float, Field(ge=0)] = 1e-3
-    norm_adv_by_std: bool = True
-    correct_weight: Annotated[float, Field(ge=0)] = 2.0  # ShorterBetter's a
-    length_weight: Annotated[float, Field(ge=0)] = 1e-3  # ShorterBetter's b, per token
-    limit_fractions: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)] = [1.2, 0.9, 0.6]
-    state_limit: bool = False  # published: True; the embedded base has never read an instruction but its own
-    accuracy_weight: Annotated[float, Field(ge=0)] = 2.0  # O1-Pruner's λ
-    reference_samples: Annotated[int, Field(ge=2)] = 12  # O1-Pruner's K
-    validation_every: CountOrNone = 7  # 0 = never
-
-    def inconsistencies(self):
-        if self.steps < len(self.limit_fractions) and "thinkprune" in self.methods:
-            return [("limit_fractions", f"{len(self.limit_fractions)} rounds of ThinkPrune need as many steps; there are "
-                                        f"{self.steps}")]
-        return []
-
-
-class SelfTraining(Supervised):
-    """Concise self-training and direct SFT, on the search domain or on an answer dataset."""
-
-    checkpoint: Location = ""  # a model folder to start from; "" = notebook 01's base
-    methods: Annotated[list[Literal["concise", "direct"]], Field(min_length=1)] = ["concise", "direct"]
-    dataset: LocationOrName = ""  # "" = the search domain; "arithmetic", "gsm8k", …, or a file
-    test_dataset: LocationOrName = ""  # "" = the test split of `dataset`; a file needs another one
-    form: Literal["tagged", "raw"] = "tagged"  # of an answer dataset's turns
-    questions: Count = 400  # sampled from; the test has eval.questions
-    samples: Count = 4  # N of each pass; published: 16
-    temperature: Annotated[float, Field(gt=0)] = 0.7
-    exemplars: CountOrNone = 2  # before each question of the few-shot pass; 0 = no such pass; published: 8
-    learning_rate: Rate = 3e-4
-    epochs: Annotated[float, Field(gt=0)] = 3.0
-
-    def inconsistencies(self):
-        if self.dataset.endswith((".jsonl", ".json", ".parquet")) and not self.test_dataset:
-            return [("test_dataset", "is empty, but self_training.dataset is a file, which has one split: name another file")]
-        return []
-
-
-class Static(Section):
-    """Notebook 15. `conversations` and what follows: of the base that it teaches where no checkpoint is given."""
-
-    checkpoint: Location = ""
-    sets: Annotated[list[str], Field(min_length=1)] = ["arithmetic"]
-    forms: Annotated[list[Literal["tagged", "raw"]], Field(min_length=1)] = ["tagged", "raw"]
-    questions: Count = 400  # of each set
-    max_new_tokens: Count = 224  # of an answer
-    bootstrap: Annotated[int, Field(ge=100)] = 10000
-    conversations: Count = 3200
-    learning_rate: Rate = 1e-3
-    epochs: Annotated[float, Field(gt=0)] = 1.0
-    batch_size: Count = 8
-
-
-class DualVocabulary(Supervised):
-    """Notebook 14. What it does not name, RL takes from `rl`."""
-
-    methods: Annotated[list[Literal["text", "dual", "latent_only"]], Field(min_length=1)] = ["text", "dual", "latent_only"]
-    vocabulary: Literal["full_copy", "subset"] = "full_copy"
-    subset_size: CountOrNone = 0  # mirrors of a subset; 0 = every token that the thoughts use
-    think_missing: Literal["error", "add", "clone_eos", "literal"] = "literal"
-    think_end_bias: float = 5.0
-    trainable: Literal["lora", "full", "rows", "lora+rows"] = "lora+rows"
-    learning_rate: Rate = 2e-3
-    epochs: Annotated[float, Field(gt=0)] = 2.0
-    batch_size: Count = 8
-    max_examples: CountOrNone = 800
-    checked: Count = 16  # traces on which the ln 2 identity is measured
-    steps: CountOrNone = 8  # of RL, from "dual"; 0 = none
-
-
-class Logprob(Section):
-    """Notebook 16: the log-prob reward beside exact match, and FrozenLake. Prompts and optimiser are those of `rl`."""
-
-    checkpoint: Location = ""  # a model folder to start from; "" = the run's mode warm-up
-    weights: Annotated[list[Share], Field(min_length=1)] = [0.0, 0.5]  # of the log-prob score; 0 = exact match alone
-    normalise: bool = True  # within the group
-    variant: Literal["published", "repaired"] = "published"  # repaired: never closing is as bad as the group's worst
-    url: str = ""  # of a scorer server; "" = the frozen start, in process
-    steps: Count = 12  # of each weight
-    kl_coefficient: Annotated[float, Field(ge=0)] = 0.01
-    validation_every: CountOrNone = 6  # 0 = never
-    shown_questions: Count = 16  # whose rollouts are scored to be looked at
-    lakes: CountOrNone = 1200  # to imitate; 0 = no walks
-    lake_epochs: Annotated[float, Field(gt=0)] = 2.0
-    lake_learning_rate: Rate = 1.5e-3
-    lake_tests: Count = 200
-
-
-class Tokenskip(Supervised):
-    """Notebook 12. Ratios are shares of a chain of thought's tokens."""
-
-    max_examples: CountOrNone = 1600
-    samples: CountOrNone = 0  # per question; 0 = the run's teacher traces instead. Published: 1 at temperature 0
-    questions: Count = 400  # sampled from, about `worlds`
-    worlds: Count = 12
-    temperature: Annotated[float, Field(ge=0)] = 0.7
-    max_cot_tokens: Count = 2000  # longer ones are dropped
-    scorer: Literal["surprisal", "gain", "llmlingua2"] = "surprisal"
-    scorer_model: LocationOrName = "microsoft/llmlingua-2-xlm-roberta-large-meetingbank"  # for llmlingua2
-    compress_ratios: Annotated[list[Rate], Field(min_length=1)] = [0.1, 0.3, 0.5, 0.7]
-    train_ratios: Annotated[list[Rate], Field(min_length=1)] = [1.0, 0.1, 0.3, 0.5, 0.7]
-    eval_ratios: Annotated[list[Rate], Field(min_length=1)] = [1.0, 0.7, 0.5, 0.3, 0.1]
-    force_tokens: str = ""  # words that are always kept, apart from each other
-    force_operators: bool = True
-    force_digits: bool = True
-    drop_consecutive: bool = False  # True loses operators: see alar.baselines.tokenskip.threshold
-    dual_model: Location = ""  # a dual-vocabulary checkpoint to train instead of the base
-    skip: list[Literal["collect", "compress", "prepare", "train"]] = []  # finished steps, taken from reuse_from
-    reuse_from: Location = ""  # the folder of an earlier run of this notebook
-
-    def inconsistencies(self):
-        found = []
-        missing = sorted(set(self.train_ratios) - set(self.compress_ratios) - {1.0})
-        if missing:
-            found.append(("train_ratios", f"{', '.join(map(str, missing))} cannot be trained, because it is not among "
-                                          f"compress_ratios {self.compress_ratios}"))
-        if self.samples > 1 and self.temperature == 0:
-            found.append(("samples", f"{self.samples} at temperature 0 are all the same; use 1, or a temperature"))
-        if self.skip and not self.reuse_from:
-            found.append(("skip", "names finished steps; say in tokenskip.reuse_from which folder holds them"))
-        return found
 
 
 class Experiment(Section):
