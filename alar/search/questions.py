@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from functools import lru_cache
 
 from alar.records import Question, Solved, Step
 from alar.search.world import REAL, World, world
@@ -217,12 +218,17 @@ def test_questions(count: int | None = None) -> list[Question]:
     The split is all that 3000 draws per type contain, ordered by the hash in the id; types alternate, so that any
     prefix is balanced.
     """
+    split = _test_split()
+    if count is not None and count > len(split):
+        raise ValueError(f"the embedded test split has {len(split)} questions, {count} were asked for")
+    return list(split[:count])
+
+
+@lru_cache(maxsize=1)
+def _test_split() -> tuple[Question, ...]:
     by_type = []
     for kind in TYPES:
         rng = random.Random(f"test split {kind}")
         drawn = {q.question.id: q.question for q in (sample_question(world(REAL), kind, rng) for _ in range(3000))}
         by_type.append([drawn[identity] for identity in sorted(drawn)])
-    interleaved = [question for row in zip(*by_type) for question in row]
-    if count is not None and count > len(interleaved):
-        raise ValueError(f"the embedded test split has {len(interleaved)} questions, {count} were asked for")
-    return interleaved[:count]
+    return tuple(question for row in zip(*by_type) for question in row)
