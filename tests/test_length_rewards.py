@@ -219,7 +219,8 @@ def test_a_whole_training_notes_the_tokens_that_it_was_over(shipped, tmp_path, m
 
 def test_a_job_for_verl_carries_the_reward_and_refuses_what_verl_cannot_sample(tmp_path):
     def job(**reward):
-        return Job(model="", folder=str(tmp_path), prompts="", validation="", rl=replace(CONFIG, length_reward=LengthReward(**reward)))
+        rl = replace(CONFIG, length_reward=LengthReward(**reward))
+        return Job(model="", folder=str(tmp_path), prompts="", validation="", rl=rl)
 
     ours = job(kind="thinkprune", token_limit=77)
     assert Job.read(ours.save()) == ours and Job.of(json.loads(json.dumps(asdict(ours)))).rl.length_reward.token_limit == 77

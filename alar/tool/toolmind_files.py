@@ -46,8 +46,8 @@ def load_questions(source: str | Path) -> list[Question]:
     loaded = load_rows(read_records(toolmind_files(source)))
     found = [row.request.question(row.id, world="toolmind") for row in loaded.rows if split_of(row) == "train"]
     if not found:
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in loaded.skipped.most_common(3))
-        raise ValueError(f"{source}: no request to train on; {len(loaded.rows)} rows could be read ({reasons or 'none was skipped'})")
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in loaded.skipped.most_common(3)) or "none was skipped"
+        raise ValueError(f"{source}: no request to train on; {len(loaded.rows)} rows could be read ({reasons})")
     return found
 
 

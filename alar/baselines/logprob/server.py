@@ -11,9 +11,9 @@ what the policy wrote so far, observations included; or a record, which is exact
 
     {"ids": [...], "latents": [[...], ...], "before": ">\\n\\n<answer>", "after": "</answer>", "golds": ["Peru"]}
 
-as `alar.baselines.logprob.case_of` makes it of any domain's trajectories. A response without the end of a reasoning block scores −2, a question without
-a gold answer or a context beyond the model's positions −100, both with a `problem` in words. What cannot be a case is refused
-with 422. `GET /health` answers once the model is loaded. Requests that arrive together share forward passes.
+as `alar.baselines.logprob.case_of` makes it of any domain's trajectories. A response without the end of a reasoning block scores
+−2, a question without a gold answer or a context beyond the model's positions −100, both with a `problem` in words. What cannot be
+a case is refused with 422. `GET /health` answers once the model is loaded. Requests that arrive together share forward passes.
 """
 
 from __future__ import annotations
