@@ -15,7 +15,7 @@ from alar.tool.functions import TOOLS
 from alar.tool.protocol import TOOL, parse_calls, responses_text
 
 # What takes longest to learn comes most often.
-MIXTURE = (*questions.CATEGORIES, "multi_turn", "simple", "parallel_multiple")
+MIXTURE = (*questions.CATEGORIES, "multiple", "irrelevance", "multi_turn")
 HARD_SHARE = 0.6
 FIRST_SEED = 1_000_000  # of the requests that base models are pretrained on; later stages use small seeds
 

@@ -188,12 +188,14 @@ def _irrelevant(split: str, rng: random.Random) -> Solved | None:
     call = sample_call(rng.choice(world.PHRASES), split, rng)
     if call is None:
         return None
-    step = Step(f"No function gives {call.asked}.", "answer", NOTHING_FITS)
+    step = Step(f"I need {call.tool.name}, which is not offered.", "answer", NOTHING_FITS)
     return _finish("irrelevance", split, rng, call.asked, [], [], (1, 2), (), [step], without=call.tool)
 
 
 def _plan(calls: Sequence[Call]) -> str:
-    return f"I call {' and '.join(call.thought() for call in calls)}"
+    """It names a function before it matters whether that is offered: a small model learns to look a name up, not to answer at once
+    whether anything fits."""
+    return f"I need {' and '.join(call.thought() for call in calls)}"
 
 
 def _last(calls: Sequence[Call]) -> Step:
