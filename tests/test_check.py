@@ -143,8 +143,8 @@ def test_the_laptop_study_can_run_here(examined):
 def test_self_training_on_gsm8k_lacks_its_base_and_its_dataset_only(examined, roomy, file):
     code, lines = examined(file)
     found = missing(lines)
-    assert code == 2 and len(found) == 4, found
-    assert "hf download Qwen/Qwen2.5-3B-Instruct" in found[1] and "load('gsm8k')" in found[3]
+    assert code == 2 and len(found) == 2, found
+    assert "hf download Qwen/Qwen2.5-3B-Instruct" in found[0] and "load('gsm8k')" in found[1]
 
 
 @pytest.mark.parametrize("file", ["paper-search-3b.yaml", "paper-search-7b.yaml", "paper-tool-4b.yaml"])

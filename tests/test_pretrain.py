@@ -49,7 +49,7 @@ def test_an_interrupted_pretraining_goes_on_over_the_same_batches(trained, tmp_p
 
     def dies_once(*args):
         losses.append(1)
-        if len(losses) == 4:
+        if len(losses) == 3 * TINY.parts + 2:  # in the middle of the fourth step's batch
             raise Killed
         return original(*args)
 
@@ -57,7 +57,7 @@ def test_an_interrupted_pretraining_goes_on_over_the_same_batches(trained, tmp_p
     with pytest.raises(Killed):
         pretrain(tmp_path, TINY)
     resumed, _ = pretrain(tmp_path, TINY)
-    assert len(losses) == 4 + 4  # three steps and the kill, then steps 3 to 6
+    assert len(losses) == 3 * TINY.parts + 2 + 4 * TINY.parts  # three steps and the kill, then steps 3 to 6
     for a, b in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
 

@@ -77,6 +77,7 @@ class Study:
     def run(self, *overrides, list_only=False, **request):
         """(exit code, what the terminal showed)"""
         shown = io.StringIO()
+        request = {"domains": ("search",)} | request  # one domain is enough here
         code = main(Request(self.root / "p.yaml", overrides=overrides, **request), root=self.root, list_only=list_only,
                     terminal=Terminal(Console(file=shown, width=200)))
         return code, shown.getvalue()
@@ -144,7 +145,7 @@ def test_a_run_leaves_flat_parameters_provenance_and_a_summary(study):
     flat = yaml.safe_load((study.run_dir / "executed" / "03_aasd.params.yaml").read_text())
     assert flat == {"run_dir": "runs/tiny/search", "domain": "search", "seed": 0, "report_to": "none", "epochs": EPOCHS}
     provenance = json.loads((study.run_dir / "provenance.json").read_text())
-    assert provenance["parameters"] == json.loads(json.dumps(Experiment(run={"name": "tiny"}).model_dump()))
+    assert provenance["parameters"] == json.loads(json.dumps(Experiment(run={"name": "tiny", "domains": ["search"]}).model_dump()))
     assert set(provenance["stages"]) == {"01_latent_model", "03_aasd", "06_benchmark_eval"}
     assert provenance["hardware"]["cores"] >= 1 and provenance["packages"]["torch"]
     loss = provenance["stages"]["03_aasd"]["outputs"]["loss.jsonl"]

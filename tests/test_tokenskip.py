@@ -340,10 +340,11 @@ def test_every_sample_gets_one_ratio_and_the_remap_is_applied(codec, trajectorie
 
 def test_a_codec_of_mirrors_writes_the_thoughts_anew_at_every_ratio(tokenizer, trajectories, rows):
     class Mirrors(Codec):
-        dual = object()
+        def __init__(self, tokenizer):
+            super().__init__(tokenizer, dual=object())
 
         def think_turn(self, thought, action, argument, *, first):
-            ids, origins = super().think_turn(thought, action, argument, first=first)
+            ids, origins = Codec(self.tokenizer).think_turn(thought, action, argument, first=first)
             return [token + 10**6 for token in ids], origins
 
     for ratio in (1.0, 0.5):

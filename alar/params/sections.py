@@ -55,7 +55,7 @@ ON_REQUEST = (
 
 class Run(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "laptop"
-    domains: Annotated[list[Domain], Field(min_length=1)] = ["search", "tool"]
+    domains: Annotated[list[Domain], Field(min_length=1)] = ["search"]
     seed: CountOrNone = 0
     threads: CountOrNone = 0  # 0 = all cores
     report_to: Literal["none", "tensorboard", "wandb"] = "none"

@@ -60,8 +60,9 @@ class Call:
     def written(self) -> dict:
         return {"name": self.tool.name, "arguments": self.arguments}
 
-    def thought(self) -> str:
-        return f"{self.tool.name} with " + ", ".join(f"{name} {world.said(value)}" for name, value in self.arguments.items())
+    def thought(self, *, quoted: bool = False) -> str:
+        name = f'"{self.tool.name}",' if quoted else self.tool.name
+        return f"{name} with " + ", ".join(f"{name} {world.said(value)}" for name, value in self.arguments.items())
 
 
 def computed(value: Any, slot: world.Slot, rng: random.Random) -> tuple[str, str] | None:
@@ -188,14 +189,14 @@ def _irrelevant(split: str, rng: random.Random) -> Solved | None:
     call = sample_call(rng.choice(world.PHRASES), split, rng)
     if call is None:
         return None
-    step = Step(f"I need {call.tool.name}, which is not offered.", "answer", NOTHING_FITS)
+    step = Step(f'I need "{call.tool.name}" but it is not offered.', "answer", NOTHING_FITS)
     return _finish("irrelevance", split, rng, call.asked, [], [], (1, 2), (), [step], without=call.tool)
 
 
 def _plan(calls: Sequence[Call]) -> str:
     """It names a function before it matters whether that is offered: a small model learns to look a name up, not to answer at once
-    whether anything fits."""
-    return f"I need {' and '.join(call.thought() for call in calls)}"
+    whether anything fits. The name stands in quotes, as in the list of functions, so that it is made of the same tokens."""
+    return f"I need {' and '.join(call.thought(quoted=True) for call in calls)}"
 
 
 def _last(calls: Sequence[Call]) -> Step:

@@ -46,10 +46,16 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class PretrainConfig:
-    """Sizes (heads of 32, two queries per key) and schedule: warm-up, then a constant rate, then a linear decay over the last `decay_fraction` of the steps."""
+    """Sizes (heads of 32, two queries per key) and schedule: warm-up, then a constant rate, then a linear decay over the last
+    `decay_fraction` of the steps.
+
+    A batch is made of `parts` groups of trajectories, each of similar lengths. One group alone would hold one type of question:
+    every step would move what the types differ in, such as whether any function fits, towards the type of the moment.
+    """
 
     steps: int = 3300
     batch_size: int = 32
+    parts: int = 4
     learning_rate: float = 3e-3
     weight_decay: float = 0.01
     warmup_steps: int = 100
@@ -164,16 +170,17 @@ def encode_trajectory(codec: Codec, question: str, turns) -> tuple[list[int], li
 
 
 def batches(codec: Codec, config: PretrainConfig, first: tuple[int, int] = (0, 0)) -> Iterator[tuple]:
-    """Endless ((world, batch), ids, labels), right-padded (B, T), one world after another, from `first` on.
+    """Endless ((world, part), ids, labels) of parts of batches, right-padded (B, T), one world after another, from `first` on.
 
-    Each world's batches hold trajectories of similar lengths and depend on the world's number and the seed alone. In the tool
+    Each part holds trajectories of similar lengths; they depend on the world's number and the seed alone. In the tool
     domain a "world" is so many requests.
     """
     pad, (number, skipped) = codec.tokenizer.pad_token_id, first
     while True:
         items = list(_encoded(codec, config, number))
         items.sort(key=lambda item: len(item[0]))
-        groups = [items[i : i + config.batch_size] for i in range(0, len(items), config.batch_size)]
+        size = max(1, config.batch_size // config.parts)
+        groups = [items[i : i + size] for i in range(0, len(items), size)]
         random.Random(f"pretraining {config.seed} {number}").shuffle(groups)
         for place, group in enumerate(groups[skipped:], start=skipped):
             length = max(len(ids) for ids, _ in group)
@@ -196,11 +203,11 @@ def _encoded(codec: Codec, config: PretrainConfig, number: int) -> Iterator[tupl
 
 
 def policy_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy on the labelled tokens only. Right padding needs no mask under causal attention."""
+    """Sum of the cross-entropies of the labelled tokens. Right padding needs no mask under causal attention."""
     hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]  # (B, T-1, H)
     targets = labels[:, 1:]
     scored = targets != -100
-    return torch.nn.functional.cross_entropy(model.lm_head(hidden[scored]), targets[scored])
+    return torch.nn.functional.cross_entropy(model.lm_head(hidden[scored]), targets[scored], reduction="sum")
 
 
 def pretrain(folder: str | Path, config: PretrainConfig, *, log=None) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
@@ -237,18 +244,23 @@ def pretrain(folder: str | Path, config: PretrainConfig, *, log=None) -> tuple[Q
     started = time.perf_counter() - seconds
     stream = batches(codec, config, (place[0], place[1] + 1))
     for step in range(done + 1, config.steps + 1):
-        place, ids, labels = next(stream)
+        batch = [next(stream) for _ in range(config.parts)]
+        place = batch[-1][0]
         remaining = (config.steps - step + 1) / (config.decay_fraction * config.steps)
         rate = config.learning_rate * min(1.0, step / config.warmup_steps, remaining)
-        loss = policy_loss(model, ids.to(device), labels.to(device))
-        loss.backward()
+        scored = sum(int((labels[:, 1:] != -100).sum()) for _, _, labels in batch)
+        total = 0.0
+        for _, ids, labels in batch:
+            loss = policy_loss(model, ids.to(device), labels.to(device)) / scored
+            loss.backward()
+            total += loss.item()
+            tokens += ids.numel()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()
-        tokens += ids.numel()
-        losses.append(loss.item())
+        losses.append(total)
         if step % 50 == 0 or step == config.steps:
             seconds = round(time.perf_counter() - started, 1)
             row = {"step": step, "loss": round(sum(losses) / len(losses), 5), "learning_rate": rate}
