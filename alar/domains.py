@@ -91,7 +91,7 @@ class ToolDomain:
 
     def load_questions(self, source, *, limit=0):
         """A category of BFCL, or ToolMind's rows in a file, a folder or on the hub, of which the training split is taken."""
-        if str(source) in bfcl.CATEGORIES:
+        if str(source) in bfcl.ASKED_CATEGORIES:
             found = [bfcl_request(item).question(item.id, world="bfcl") for item in bfcl.load_category(str(source))]
         else:
             found = load_toolmind(source)

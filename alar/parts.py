@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from alar.jsonl import write_json
+from alar.runs.stages import content
 
 
 def same_settings(path: str | Path, settings: dict) -> None:
@@ -26,17 +27,10 @@ def differences(one: dict, other: dict) -> dict:
 
 
 def checkpoint_identity(checkpoint: str | Path) -> str:
-    """A hash of a folder's configuration and weights; a hub id as it is."""
-    folder = Path(checkpoint)
-    if not folder.is_dir():
-        return str(checkpoint)
-    return files_identity(sorted((*folder.glob("*.json"), *folder.glob("*.safetensors"))))
+    """A hash of a folder's files; a hub id as it is."""
+    return content(Path(checkpoint)) if Path(checkpoint).is_dir() else str(checkpoint)
 
 
 def files_identity(paths: list[Path]) -> str:
     """A hash of the names and the content of some files."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as stream:
-            digest.update(path.name.encode() + hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()[:16]
+    return hashlib.sha256("".join(f"{path.name} {content(path)}\n" for path in paths).encode()).hexdigest()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Protocol, Sequence
+from typing import Any, Callable, Protocol, Sequence
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 LATENT_OPEN, LATENT_CLOSE = "<latent>", "</latent>"
@@ -165,6 +165,14 @@ def parse_turns(text: str, actions: tuple[str, ...] = SEARCH_ACTIONS) -> list[Tu
     if len(pieces) > 1 and not pieces[-1].strip():
         pieces.pop()
     return [parse_turn(piece.replace("<|im_end|>", ""), actions) for piece in pieces]
+
+
+class Prompted:
+    """The turns and observations of `form` behind other prompts: `prompt(question)` gives their pieces."""
+
+    def __init__(self, form: Form, prompt: Callable[[Any], Sequence[str]]):
+        self.prompt, self.opening, self.closing = prompt, form.opening, form.closing
+        self.observation, self.invalid, self.parse, self.action = form.observation, form.invalid, form.parse, form.action
 
 
 class SearchForm:

@@ -196,6 +196,19 @@ METHODS = Table(
     },
 )
 
+RATIOS = Table(
+    "ratios",
+    "ratios.csv",
+    "12_tokenskip",
+    {
+        **dict.fromkeys(("model", "scorer"), "text"),
+        **_numbers("ratio", "n", "generated_tokens"),
+        **_interval("accuracy"),
+        **_interval("think_tokens"),
+        **_interval("correct_tokens"),
+    },
+)
+
 _KINDS = {
     "text": lambda column: dtypes.is_string_dtype(column) or isinstance(column.dtype, pd.CategoricalDtype),
     "number": lambda column: dtypes.is_numeric_dtype(column) and not dtypes.is_bool_dtype(column),
@@ -230,6 +243,12 @@ def read(source: pd.DataFrame | str | Path, table: Table) -> pd.DataFrame:
                 f"{label}: column 'mode' holds {unknown[0]!r}; known modes are {', '.join(MODES)}; {table.origin}"
             )
     return frame.reset_index(drop=True)
+
+
+def with_intervals(table: pd.DataFrame, name: str, scale: float = 1.0, form: str = ".1f") -> list[str]:
+    """Column `name` as people read it: every value with its interval, "–" where there is none."""
+    rows = (table[[name, f"{name}_low", f"{name}_high"]] * scale).itertuples(index=False)
+    return ["–" if pd.isna(value) else f"{value:{form}} [{low:{form}}, {high:{form}}]" for value, low, high in rows]
 
 
 def in_order(names, known: tuple[str, ...]) -> list[str]:

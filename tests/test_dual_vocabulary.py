@@ -21,10 +21,10 @@ from transformers import (
 
 from alar.baselines.dual.__main__ import main
 from alar.baselines.dual.build import build, clone_source, most_used, verify
-from alar.baselines.dual.constraint import PhaseConstraint, control_ids
+from alar.rollout.constraint import PhaseConstraint, control_ids
 from alar.baselines.dual.examples import dual_examples, rewrite, thoughts
 from alar.baselines.dual.identity import label_losses
-from alar.baselines.dual.vocabulary import META, DualVocab, NoMirror
+from alar.model.dual_vocabulary import META, DualVocab, NoMirror
 from alar.model import load
 from alar.records import Origin, Question
 from alar.rl.config import RLConfig

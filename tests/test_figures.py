@@ -82,7 +82,7 @@ def rewards() -> pd.DataFrame:
     return pd.DataFrame([*rows, ("repaired", "unclosed", 1.0, -1.0)], columns=list(tables.REWARD_SHAPES.columns))
 
 
-def ratios() -> pd.DataFrame:
+def speed_ratios() -> pd.DataFrame:
     nan = float("nan")
     rows = [
         ("training step", "hidden 256, 6 layers, batch 8, padded", "ours", "plain SFT", 1.25, 1.3, nan),
@@ -124,6 +124,16 @@ def compared() -> pd.DataFrame:
     return pd.DataFrame(rows)[list(tables.METHODS.columns)]
 
 
+def skipped() -> pd.DataFrame:
+    rows = [
+        {"model": model, "scorer": "surprisal", "ratio": ratio, "n": 40, "generated_tokens": 40 + 60 * ratio}
+        | {f"{name}{end}": value + reach for name, value in (("accuracy", 0.8), ("think_tokens", 50 * ratio), ("correct_tokens", 40.0))
+           for end, reach in (("", 0.0), ("_low", -0.05), ("_high", 0.05))}
+        for model in ("standard", "dual") for ratio in (0.5, 0.7, 1.0)
+    ]  # fmt: skip
+    return pd.DataFrame(rows)[list(tables.RATIOS.columns)]
+
+
 DRAWINGS = {
     "accuracy_against_tokens": lambda: figures.accuracy_against_tokens(summary()),
     "stages": lambda: figures.stages(summary()),
@@ -135,10 +145,11 @@ DRAWINGS = {
     "dynamics": lambda: figures.dynamics(metrics(), validation_questions=64, total_steps=60),
     "lengths": lambda: figures.lengths({"ShorterBetter": metrics(), "O1-Pruner": metrics(20)}, validation_questions=64),
     "losses": lambda: figures.losses(losses()),
+    "ratios": lambda: figures.ratios(skipped()),
     "reward_shapes": lambda: figures.reward_shapes(rewards()),
     "latent_share": lambda: figures.latent_share(statistics.mode_share(evaluation()[1])),
     "trajectory": lambda: figures.trajectory(example()),
-    "speed": lambda: figures.speed(ratios()),
+    "speed": lambda: figures.speed(speed_ratios()),
     "throughput": lambda: figures.throughput(throughput()),
 }
 

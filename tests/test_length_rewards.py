@@ -13,11 +13,11 @@ from alar.baselines.length_rewards import (
     LengthReward,
     Reference,
     Sample,
-    StatedLimit,
     length_rewards,
     o1_pruner,
     reference_means,
     shorter_better,
+    stated_limit,
     think_prune,
     with_stated_limit,
     write_references,
@@ -115,19 +115,19 @@ def test_what_a_length_reward_cannot_use_is_refused():
 
 def test_the_limit_stands_at_the_end_of_the_user_turn_and_nowhere_else():
     question = training_questions(1, worlds=1, seed=0)[0]
-    plain, limited = list(SEARCH.prompt(question)), list(StatedLimit(SEARCH, 80).prompt(question))
+    plain, limited = list(SEARCH.prompt(question)), list(stated_limit(SEARCH, 80).prompt(question))
     assert [type(piece) for piece in plain] == [type(piece) for piece in limited]
     assert limited[1] == plain[1] + "Use at most 80 tokens.\n" and limited[::2] == plain[::2]
     from alar.tool.protocol import TOOL
     from alar.tool.questions import training_questions as requests
 
-    plain, limited = (list(form.prompt(requests(1, seed=0)[0])) for form in (TOOL, StatedLimit(TOOL, 80)))
+    plain, limited = (list(form.prompt(requests(1, seed=0)[0])) for form in (TOOL, stated_limit(TOOL, 80)))
     changed = [number for number, (a, b) in enumerate(zip(plain, limited, strict=True)) if a != b]
     assert len(changed) == 1 and limited[changed[0]].endswith("\nUse at most 80 tokens.\n")
     assert isinstance(limited[changed[0] + 1], Trusted)
     prune = LengthReward("thinkprune", token_limit=80)
     asking = with_stated_limit(ENVIRONMENT, prune)
-    assert asking.form.limit == 80 and ENVIRONMENT.form is SEARCH
+    assert list(asking.form.prompt(question)) == list(stated_limit(SEARCH, 80).prompt(question)) and ENVIRONMENT.form is SEARCH
     for unchanged in (None, replace(prune, state_limit=False), LengthReward("o1pruner", token_limit=80)):
         assert with_stated_limit(ENVIRONMENT, unchanged) is ENVIRONMENT
 

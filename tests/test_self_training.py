@@ -184,7 +184,7 @@ def test_an_exemplar_that_the_base_was_taught_on_looks_like_a_few_shot_prompt(to
     for form in FORMS:
         taught = teaching.example(codec, form, "brief", [one, two])
         said = [teaching.turn_text(form, p.chains["brief"], str(p.answer)) for p in (one, two)]
-        prompt = st.FewShot(FORMS[form], [(Question("", one.question, ()), [said[0]])]).prompt(Question("", two.question, ()))
+        prompt = st.few_shot_form(FORMS[form], [(Question("", one.question, ()), [said[0]])]).prompt(Question("", two.question, ()))
         end = codec.trusted("<|im_end|>\n")
         assert taught.ids == codec.encode(prompt) + codec.untrusted(said[1]) + end
 

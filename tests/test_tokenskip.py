@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alar import protocol, runs
+from alar import figures, protocol, runs
 from alar.baselines.comparison import Comparison
 from alar.baselines.tokenskip import measure
 from alar.baselines.tokenskip.collect import cot_tokens, sampled, usable
 from alar.baselines.tokenskip.compress import achieved_rates, compress, compressed_rows, thoughts_of, token_counter
-from alar.baselines.tokenskip.examples import ConditionedForm, conditioned, drawn_ratios, example_at, prepared
+from alar.baselines.tokenskip.examples import conditioned, conditioned_form, drawn_ratios, example_at, prepared
 from alar.baselines.tokenskip.scorers import Gain, Surprisal
 from alar.baselines.tokenskip.steps import Steps
 from alar.baselines.tokenskip.threshold import OPERATORS, Rules, kept_words
@@ -26,6 +26,7 @@ from alar.rollout.codec import Codec
 from alar.rollout.hf import HFEngine
 from alar.search.environment import SearchEnvironment
 from alar.search.questions import solved_questions
+from alar.tool.protocol import TOOL
 
 FREE = Rules((), False, False)
 VOCABULARY = ["the", "a", "year", "so", "7", "19", "2013", "+", "=", "x2", "."]
@@ -298,11 +299,12 @@ def test_the_tool_domain_takes_the_same_condition(codec):
     start, end = "<|im_start|>", protocol.Trusted("<|im_end|>\n")
     pieces = [protocol.Trusted(start + "system\n"), "tools", end, protocol.Trusted(start + "user\n"), "ask", end,
               protocol.Trusted(start + "assistant\n")]  # fmt: skip
-    form = SimpleNamespace(prompt=lambda question: pieces, stop=("x",))
-    conditional = ConditionedForm(form, 0.3, "<|im_end|>")
+    form = protocol.Prompted(TOOL, lambda question: pieces)
+    conditional = conditioned_form(form, 0.3, "<|im_end|>")
     text = "".join(conditional.prompt(None))
     assert text == ("<|im_start|>system\ntools<|im_end|>\n<|im_start|>user\nask<|im_end|>0.3<|im_end|><|im_end|>\n"
-                    "<|im_start|>assistant\n") and conditional.stop == ("x",)  # fmt: skip
+                    "<|im_start|>assistant\n")  # fmt: skip
+    assert conditional.parse == TOOL.parse and conditional.closing == TOOL.closing
     form.prompt = lambda question: ["a prompt without an end"]
     with pytest.raises(ValueError, match="has no place"):
         conditional.prompt(SimpleNamespace(id="q"))
@@ -370,7 +372,7 @@ def test_every_ratio_becomes_a_row_that_names_the_scorer(random_model, tmp_path)
     assert table["think_tokens"].tolist() == answers.groupby("system")["cot_tokens"].mean().tolist()[::-1]
     assert list(measure.readable(table).columns) == ["n", "accuracy %", "think tokens", "tokens (correct)"]
     achieved = pd.DataFrame({"requested": [0.5], "tokens_per_sample": [9.0]})
-    figure, drawn = measure.ratios(table, achieved)
+    figure, drawn = figures.ratios(table, achieved)
     assert len(drawn) == 2 and figure._repr_png_().startswith(b"\x89PNG")
 
 

@@ -214,20 +214,16 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
     """`tables.METHODS` as people read it: percent and tokens, each with its interval."""
     table = tables.read(table, tables.METHODS)
 
-    def cell(name: str, scale: float, form: str) -> list[str]:
-        values = table[[name, f"{name}_low", f"{name}_high"]] * scale
-        return [f"{mean:{form}} [{low:{form}}, {high:{form}}]" for mean, low, high in values.itertuples(index=False)]
-
     return pd.DataFrame(
         {
             "method": table["method"],
             "settings": table["settings"],
             "n": table["n"],
-            "accuracy %": cell("accuracy", 100, ".1f"),
-            "− base, points": cell("accuracy_difference", 100, "+.1f"),
-            "tokens": cell("tokens", 1, ".1f"),
-            "fewer tokens %": cell("token_reduction", 100, ".1f"),
-            "AES": cell("aes", 1, "+.2f"),
+            "accuracy %": tables.with_intervals(table, "accuracy", 100, ".1f"),
+            "− base, points": tables.with_intervals(table, "accuracy_difference", 100, "+.1f"),
+            "tokens": tables.with_intervals(table, "tokens", 1, ".1f"),
+            "fewer tokens %": tables.with_intervals(table, "token_reduction", 100, ".1f"),
+            "AES": tables.with_intervals(table, "aes", 1, "+.2f"),
             "training, s": table["training_seconds"].round(),
             "training, M tokens": (table["training_tokens"] / 1e6).round(2),
         }

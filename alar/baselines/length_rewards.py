@@ -20,7 +20,6 @@ beyond ThinkPrune's L are trained on to their end rather than cut; the ratio is 
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
@@ -30,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from alar.jsonl import read_jsonl, write_jsonl
-from alar.protocol import Trusted, Turn
+from alar.protocol import Form, Prompted, Trusted
+from alar.rollout.loop import Environment, with_form
 
 KINDS = ("shorterbetter", "thinkprune", "o1pruner")
 
@@ -163,39 +163,23 @@ def read_references(path: str) -> dict[str, Reference]:
     return {row["question"]: Reference(row["length"], row["accuracy"]) for row in read_jsonl(path)}
 
 
-class StatedLimit:
-    """A domain's form (`alar.protocol.Form`) whose user turn ends in the limit of tokens."""
+def stated_limit(form: Form, limit: int) -> Form:
+    """A domain's form whose user turn ends in the limit of tokens."""
 
-    def __init__(self, form, limit: int):
-        self.form, self.limit = form, limit
-        self.opening, self.closing = form.opening, form.closing
-
-    def prompt(self, question) -> Sequence[str]:
-        pieces = list(self.form.prompt(question))
+    def prompt(question) -> Sequence[str]:
+        pieces = list(form.prompt(question))
         last = max(number for number, piece in enumerate(pieces) if not isinstance(piece, Trusted))
-        pieces[last] = pieces[last].rstrip("\n") + f"\nUse at most {self.limit} tokens.\n"
+        pieces[last] = pieces[last].rstrip("\n") + f"\nUse at most {limit} tokens.\n"
         return pieces
 
-    def observation(self, text: str) -> Sequence[str]:
-        return self.form.observation(text)
-
-    def invalid(self, problem: str) -> str:
-        return self.form.invalid(problem)
-
-    def parse(self, text: str) -> Turn:
-        return self.form.parse(text)
-
-    def action(self, name: str, argument: str) -> str:
-        return self.form.action(name, argument)
+    return Prompted(form, prompt)
 
 
-def with_stated_limit(environment, settings: LengthReward | None):
+def with_stated_limit(environment: Environment, settings: LengthReward | None) -> Environment:
     """The environment as a policy under this reward is asked: with ThinkPrune's limit in the prompt, otherwise as it is."""
     if settings is None or settings.kind != "thinkprune" or not settings.state_limit:
         return environment
-    asking = copy.copy(environment)
-    asking.form = StatedLimit(environment.form, settings.token_limit)
-    return asking
+    return with_form(environment, stated_limit(environment.form, settings.token_limit))
 
 
 def _groups(samples: Sequence[Sample]) -> dict[Hashable, list[Sample]]:

@@ -14,7 +14,6 @@ a question costs is the generated tokens of all its turns.
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise, zip_longest
@@ -28,7 +27,7 @@ from alar.model import from_base, load
 from alar.records import Origin, Question, Trajectory
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Engine, Sampling
-from alar.rollout.loop import Environment, run
+from alar.rollout.loop import Environment, run, with_form
 from alar.static.forms import EXCHANGE_END
 from alar.train.examples import Example, labels_from_origins
 
@@ -100,28 +99,19 @@ def choose_exemplars(found: Sequence[Trajectory | None], count: int, *, room: in
     return chosen
 
 
-class FewShot:
+def few_shot_form(form: protocol.Form, examples: Sequence[tuple[Question, Sequence[str]]]) -> protocol.Form:
     """A form with solved examples before every question: whole exchanges, observations included, each closed as in a chat.
 
     `examples` are (question, what was written and observed after its prompt, piece by piece). The pieces are encoded as text
     from outside, so this is for forms whose turns and observations hold no special tokens of their own: search and static sets.
     """
-
-    def __init__(self, form: protocol.Form, examples: Sequence[tuple[Question, Sequence[str]]]):
-        self.form, self.examples = form, tuple(examples)
-        self.opening, self.closing = form.opening, form.closing
-        self.observation, self.invalid, self.parse, self.action = form.observation, form.invalid, form.parse, form.action
-
-    def prompt(self, question: Question) -> Sequence[str]:
-        before = [piece for asked, said in self.examples for piece in (*self.form.prompt(asked), *said, EXCHANGE_END)]
-        return [*before, *self.form.prompt(question)]
+    before = [piece for asked, said in examples for piece in (*form.prompt(asked), *said, EXCHANGE_END)]
+    return protocol.Prompted(form, lambda question: [*before, *form.prompt(question)])
 
 
 def few_shot(environment: Environment, codec: Codec, exemplars: Sequence[Trajectory]) -> Environment:
     """The same environment, whose prompts begin with the exemplars."""
-    conditioned = copy.copy(environment)
-    conditioned.form = FewShot(environment.form, [(t.question, _pieces(t, codec)) for t in exemplars])
-    return conditioned
+    return with_form(environment, few_shot_form(environment.form, [(t.question, _pieces(t, codec)) for t in exemplars]))
 
 
 def _pieces(trajectory: Trajectory, codec: Codec) -> list[str]:

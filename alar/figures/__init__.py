@@ -8,7 +8,7 @@ numbers in it; `save` writes both. Colours, sizes and the file formats are in `s
     figures.save(figure, table, "figures", "stages")
 """
 
-from alar.figures.methods import methods
+from alar.figures.methods import methods, ratios
 from alar.figures.modes import latent_share, trajectory
 from alar.figures.results import accuracy_against_tokens, controls, oracle, question_types, stages
 from alar.figures.schematic import method
@@ -28,6 +28,7 @@ __all__ = [
     "methods",
     "oracle",
     "question_types",
+    "ratios",
     "reward_shapes",
     "save",
     "speed",

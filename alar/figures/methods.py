@@ -1,4 +1,4 @@
-"""The compared methods: accuracy against tokens, one marker per method and setting, with both intervals."""
+"""The compared methods: accuracy against tokens with both intervals; TokenSkip at every ratio."""
 
 from __future__ import annotations
 
@@ -94,3 +94,34 @@ def _legend(table: pd.DataFrame, looks: dict[str, dict]) -> list[Line2D]:
             label = label[: _LEGEND_LENGTH - 1] + "…"
         handles.append(Line2D([], [], linestyle="none", label=label, **look))
     return handles
+
+
+@styled
+def ratios(table: Source, achieved: pd.DataFrame | None = None, *, scale: str = "measured") -> tuple[Figure, pd.DataFrame]:
+    """Accuracy and think tokens against the ratio in the prompt; `achieved` adds what the training data hold at each ratio."""
+    table = tables.read(table, tables.RATIOS)
+    figure = new_figure(PAGE, 2.4)
+    left, right = figure.subplots(1, 2)
+    looks = zip(table.groupby(["model", "scorer"], sort=False), (BLUE, VERMILLION, GREEN, PURPLE, BLACK) * 2, "osD^v" * 2)
+    for ((model, scorer), rows), colour, marker in looks:
+        rows = rows.sort_values("ratio")
+        label = f"{model}, {scorer}"
+        for axes, name in ((left, "accuracy"), (right, "think_tokens")):
+            axes.plot(rows["ratio"], rows[name], color=colour, linewidth=0.8)
+            interval_bars(axes, rows["ratio"], rows[name], rows[f"{name}_low"], rows[f"{name}_high"], color=colour, marker=marker,
+                          label=label)  # fmt: skip
+    whole = table.loc[table["ratio"] == table["ratio"].max(), "think_tokens"].mean() / table["ratio"].max()
+    right.plot([0, 1], [0, whole], color=GREY, linewidth=0.8, linestyle=(0, (4, 2)), label="in proportion to the ratio")
+    if achieved is not None:
+        right.plot(achieved["requested"], achieved["tokens_per_sample"], "x", color=GREY, label="training data")
+    percent_axis(left.yaxis)
+    left.set_ylabel("Accuracy (%)")
+    right.set_ylabel("Think tokens per question")
+    for index, axes in enumerate((left, right)):
+        axes.set_title(f"{panel_letter(index)}")
+        axes.set_xlim(0, 1.05)
+        axes.set_xlabel("Ratio in the prompt")
+    right.set_ylim(bottom=0)
+    right.legend(loc="upper left")
+    footnote(figure, scale, f"n = {int(table['n'].max())} questions", "bars: 95 % intervals, bootstrap")
+    return figure, table

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from alar import protocol
-from alar.baselines.dual import vocabulary
+from alar.model import dual_vocabulary
 from alar.model.latent import (
     LatentOptions,
     LatentQwen2Config,
@@ -213,5 +213,5 @@ def load(
     found = getattr(model.config, "num_latent", None)
     if num_latent is not None and found != num_latent:
         raise ValueError(f"{folder}: the checkpoint has K = {found}, but K = {num_latent} was asked for")
-    model.dual_vocab = vocabulary.find(folder)
+    model.dual_vocab = dual_vocabulary.find(folder)
     return model.eval().to(device or usual_device()), AutoTokenizer.from_pretrained(folder)

@@ -16,7 +16,7 @@ from typing import Callable, Sequence
 
 import torch
 
-from alar.baselines.dual.constraint import PhaseConstraint
+from alar.rollout.constraint import PhaseConstraint
 from alar.baselines.length_rewards import with_stated_limit
 from alar.baselines.logprob.client import scorer_of
 from alar.jsonl import replacing

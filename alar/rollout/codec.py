@@ -12,7 +12,7 @@ from typing import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from alar import protocol
-from alar.baselines.dual.vocabulary import DualVocab
+from alar.model.dual_vocabulary import DualVocab
 from alar.records import Origin
 
 

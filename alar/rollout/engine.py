@@ -19,7 +19,7 @@ from typing import Sequence
 import numpy as np
 
 from alar import protocol
-from alar.baselines.dual.vocabulary import ThinkPhase
+from alar.model.dual_vocabulary import ThinkPhase
 from alar.records import Origin, Trajectory
 from alar.rollout.codec import Codec
 

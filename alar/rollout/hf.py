@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alar.baselines.dual.constraint import PhaseConstraint
+from alar.rollout.constraint import PhaseConstraint
 from alar.model.attention import attention_of
 from alar.records import Origin
 from alar.rollout.cache import SLOT_ATTENTION, Slot, SlotCache, StepLayout

@@ -7,6 +7,7 @@ question takes the place of one that is answered, so that the engine's batch sta
 
 from __future__ import annotations
 
+import copy
 import zlib
 from dataclasses import dataclass, field, replace
 from typing import Callable, Iterable, Iterator, Protocol, Sequence
@@ -71,6 +72,13 @@ def run(
     finished = loop.finish(questions, batch_size)
     trajectories = dict(next(finished) for _ in progress(range(len(questions))))
     return [trajectories[first_row + index] for index in range(len(questions))]
+
+
+def with_form(environment: Environment, form: protocol.Form) -> Environment:
+    """The same environment, retriever and caches shared, whose prompts or turns look otherwise."""
+    twin = copy.copy(environment)
+    twin.form = form
+    return twin
 
 
 @dataclass

@@ -215,24 +215,15 @@ def readable(summary: pd.DataFrame, question_type: str = "all") -> pd.DataFrame:
     summary = tables.read(summary, tables.SUMMARY)
     rows = summary[summary["question_type"] == question_type].set_index("system")
 
-    def cell(name: str, scale: float, sign: str = "") -> pd.Series:
-        return rows.apply(
-            lambda row: "–"
-            if pd.isna(row[name])
-            else f"{scale * row[name]:{sign}.1f} [{scale * row[f'{name}_low']:{sign}.1f}, "
-            f"{scale * row[f'{name}_high']:{sign}.1f}]",
-            axis=1,
-        )
-
     return pd.DataFrame(
         {
             "n": rows["n"],
-            "accuracy %": cell("em", 100),
-            "accuracy − base, points": cell("em_difference", 100, "+"),
-            "tokens": cell("tokens", 1),
-            "fewer tokens %": cell("token_reduction", 100),
+            "accuracy %": tables.with_intervals(rows, "em", 100),
+            "accuracy − base, points": tables.with_intervals(rows, "em_difference", 100, "+.1f"),
+            "tokens": tables.with_intervals(rows, "tokens"),
+            "fewer tokens %": tables.with_intervals(rows, "token_reduction", 100),
             "turns": rows["turns"].round(2),
-            "latent share %": cell("latent_share", 100),
+            "latent share %": tables.with_intervals(rows, "latent_share", 100),
         }
     )
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from alar import protocol
-from alar.baselines.dual.vocabulary import META, MODES, DualVocab
+from alar.model.dual_vocabulary import META, MODES, DualVocab
 from alar.model.checkpoints import base_config, resolve, save
 
 THINK_MISSING = ("error", "add", "clone_eos", "literal")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Sequence
 
-from alar.baselines.dual.vocabulary import DualVocab, NoMirror
+from alar.model.dual_vocabulary import DualVocab, NoMirror
 from alar.records import Origin, Trajectory
 from alar.rollout.codec import Codec
 from alar.train.examples import Example, labels_from_origins, usable

@@ -8,46 +8,36 @@ loss falls on everything that the policy wrote, and never on the condition or an
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from alar.protocol import Form, Trusted
+from alar.protocol import Form, Prompted, Trusted
 from alar.records import Origin, Question, Trajectory
 from alar.rollout.codec import Codec
-from alar.rollout.loop import Environment
+from alar.rollout.loop import Environment, with_form
 from alar.train.examples import Example, labels_from_origins
 
 Remap = Callable[[Example], Example]
 
 
-@dataclass(frozen=True)
-class ConditionedForm:
-    """A domain's form whose prompts state a ratio; everything else is the form's own. `eos` is the text of that token."""
+def conditioned_form(form: Form, ratio: float, eos: str) -> Form:
+    """A domain's form whose prompts state a ratio; `eos` is the text of that token. They raise ValueError where the template does
+    not close the user's turn with it."""
 
-    form: Form
-    ratio: float
-    eos: str
-
-    def prompt(self, question: Question) -> Sequence[str]:
-        """Raises ValueError where the template does not close the user's turn with `eos`."""
-        pieces = list(self.form.prompt(question))
-        closing = [i for i, piece in enumerate(pieces) if isinstance(piece, Trusted) and piece.startswith(self.eos)]
+    def prompt(question: Question) -> Sequence[str]:
+        pieces = list(form.prompt(question))
+        closing = [i for i, piece in enumerate(pieces) if isinstance(piece, Trusted) and piece.startswith(eos)]
         if not closing:
-            raise ValueError(f"the prompt of {question.id} has no {self.eos} that ends the user's turn: a ratio has no place in it")
-        pieces[closing[-1] : closing[-1]] = [Trusted(self.eos), str(self.ratio), Trusted(self.eos)]
+            raise ValueError(f"the prompt of {question.id} has no {eos} that ends the user's turn: a ratio has no place in it")
+        pieces[closing[-1] : closing[-1]] = [Trusted(eos), str(ratio), Trusted(eos)]
         return pieces
 
-    def __getattr__(self, name: str):
-        return getattr(object.__getattribute__(self, "form"), name)
+    return Prompted(form, prompt)
 
 
 def conditioned(environment: Environment, ratio: float, eos: str) -> Environment:
-    """The environment with the ratio in its prompts; retriever and caches are shared with the original."""
-    twin = copy.copy(environment)
-    twin.form = ConditionedForm(environment.form, ratio, eos)
-    return twin
+    """The environment with the ratio in its prompts."""
+    return with_form(environment, conditioned_form(environment.form, ratio, eos))
 
 
 def example_at(trajectory: Trajectory, thoughts: Sequence[str], ratio: float, codec: Codec) -> Example:
@@ -58,7 +48,7 @@ def example_at(trajectory: Trajectory, thoughts: Sequence[str], ratio: float, co
     if len(thoughts) != len(trajectory.turns):
         raise ValueError(f"{trajectory.question.id}: {len(thoughts)} thoughts for {len(trajectory.turns)} turns")
     recorded = ratio == 1 and getattr(codec, "dual", None) is None
-    form = ConditionedForm(codec.form, ratio, codec.tokenizer.eos_token)
+    form = conditioned_form(codec.form, ratio, codec.tokenizer.eos_token)
     ids = codec.encode(form.prompt(trajectory.question))
     origins, cursor = [Origin.PROMPT] * len(ids), trajectory.turns[0].start
     for number, turn in enumerate(trajectory.turns):

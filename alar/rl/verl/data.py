@@ -14,7 +14,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from alar import protocol
 from alar.jsonl import replacing
 from alar.records import Question, question_from_json
 
@@ -26,7 +25,7 @@ def write_prompts(path: str | Path, questions: Sequence[Question], *, source: st
     rows = [
         {
             "data_source": source,
-            "prompt": [{"role": "user", "content": _user_turn(question)}],
+            "prompt": [{"role": "user", "content": question.text}],  # for people; the agent loop writes the prompt itself
             "ability": question.type or source,
             "reward_model": {"style": "rule", "ground_truth": json.dumps(list(question.answers), ensure_ascii=False)},
             "extra_info": {"index": index, "question": json.dumps(asdict(question), ensure_ascii=False)},
@@ -36,13 +35,6 @@ def write_prompts(path: str | Path, questions: Sequence[Question], *, source: st
     with replacing(path) as aside:
         pq.write_table(pa.Table.from_pylist(rows), aside)
     return Path(path)
-
-
-def _user_turn(question: Question) -> str:
-    """The words of the prompt, for people and for verl's tools; the agent loop encodes the question itself."""
-    if question.details:  # a domain whose prompt is more than the user's words
-        return question.text
-    return protocol.prompt_text(question.text).removeprefix("<|im_start|>user\n").partition("<|im_end|>")[0]
 
 
 def question_of(extra_info: Mapping) -> Question:

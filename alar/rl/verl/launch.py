@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from alar.baselines.dual.vocabulary import find
+from alar.model.dual_vocabulary import find
 from alar.jsonl import read_jsonl
 from alar.records import Question
 from alar.rl.config import RLConfig

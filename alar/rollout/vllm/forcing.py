@@ -23,7 +23,7 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality, process_dict_updates
 
-from alar.baselines.dual.constraint import PhaseConstraint
+from alar.rollout.constraint import PhaseConstraint
 from alar.records import Origin
 from alar.rollout.codec import Codec
 from alar.rollout.sampling import inverse_cdf

@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Any, Mapping, Sequence
 
 from alar import protocol
-from alar.baselines.dual.vocabulary import find
+from alar.model.dual_vocabulary import find
 from alar.records import Origin
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Sampling, TurnRequest, TurnWriter

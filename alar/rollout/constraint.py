@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from alar.baselines.dual.vocabulary import DualVocab
+from alar.model.dual_vocabulary import DualVocab
 
 
 def control_ids(tokenizer: PreTrainedTokenizerBase, dual: DualVocab) -> list[int]:
