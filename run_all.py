@@ -82,7 +82,8 @@ def main(argv: list[str] | None = None) -> int:
     sys.path.insert(0, str(ROOT))
     if options.check:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's library is imported
-    from alar.runs.runner import Request, main as run
+    from alar.runs.runner import Request
+    from alar.runs.runner import main as run
 
     request = Request(
         params=options.params,

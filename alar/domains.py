@@ -6,8 +6,9 @@ policy's actions and judges its trajectories. Deliberate: no domain knows of mod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, Sequence
+from typing import Protocol
 
 from alar import protocol
 from alar.records import Question, Solved
@@ -17,7 +18,8 @@ from alar.search import retriever
 from alar.search.datasets import load_questions
 from alar.search.environment import SearchEnvironment
 from alar.search.world import REAL
-from alar.tool import bfcl, questions as tool_questions
+from alar.tool import bfcl
+from alar.tool import questions as tool_questions
 from alar.tool.environment import ToolEnvironment
 from alar.tool.protocol import TOOL
 from alar.tool.requests import bfcl_request

@@ -7,7 +7,7 @@ question or per turn; intervals are computed from them by `alar.statistics`.
 from __future__ import annotations
 
 import itertools
-from typing import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import pandas as pd

@@ -6,8 +6,8 @@ there and goes on. Questions too long for the model's context are wrong answers,
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Callable, Iterable, Sequence
 
 import pandas as pd
 

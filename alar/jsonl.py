@@ -7,8 +7,9 @@ error that names the line; a trainer that resumes calls `rewind_jsonl` first, wh
 import contextlib
 import json
 import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator
+from typing import Any
 
 
 class TruncatedFile(ValueError):
@@ -41,8 +42,9 @@ def write_jsonl(path: str | Path, rows: Iterable[dict[str, Any]]) -> int:
     """Write the whole file atomically; returns how many records it holds."""
     count = 0
     with replacing(path) as aside, aside.open("wb") as stream:
-        for count, row in enumerate(rows, start=1):
+        for row in rows:
             stream.write(_line(row))
+            count += 1
     return count
 
 

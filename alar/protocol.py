@@ -12,8 +12,9 @@ Deliberate: nothing here depends on a tokenizer, a model or a domain's environme
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Protocol, Sequence
+from typing import Any, Protocol
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 LATENT_OPEN, LATENT_CLOSE = "<latent>", "</latent>"

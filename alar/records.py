@@ -6,10 +6,10 @@ RL objective, the inspector) reads these fields; nobody derives them again from 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Iterable
 
 import numpy as np
 

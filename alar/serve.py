@@ -21,11 +21,18 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Mapping
 
 from alar.rollout.vllm.checks import (
-    FORCER, ROOM, SCHEDULERS, WORKER, EngineRefused, require_entry_point, require_vllm, stored_dtype,
+    FORCER,
+    ROOM,
+    SCHEDULERS,
+    WORKER,
+    EngineRefused,
+    require_entry_point,
+    require_vllm,
+    stored_dtype,
 )
 
 MIDDLEWARE = f"{ROOM}.history.LatentHistory"

@@ -21,15 +21,15 @@ from transformers import (
 
 from alar.baselines.dual.__main__ import main
 from alar.baselines.dual.build import build, clone_source, most_used, verify
-from alar.rollout.constraint import PhaseConstraint, control_ids
 from alar.baselines.dual.examples import dual_examples, rewrite, thoughts
 from alar.baselines.dual.identity import label_losses
-from alar.model.dual_vocabulary import META, DualVocab, NoMirror
 from alar.model import load
+from alar.model.dual_vocabulary import META, DualVocab, NoMirror
 from alar.records import Origin, Question
 from alar.rl.config import RLConfig
 from alar.rl.trainer import ARGRPO, make_batch, token_logprobs
 from alar.rollout.codec import Codec
+from alar.rollout.constraint import PhaseConstraint, control_ids
 from alar.rollout.engine import Sampling, TurnRequest, TurnWriter
 from alar.rollout.engines import opened_engine
 from alar.rollout.hf import HFEngine

@@ -5,7 +5,6 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 

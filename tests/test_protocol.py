@@ -1,7 +1,8 @@
 """The surface form: what is written is parsed back, and nothing that a policy writes makes the parser raise."""
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from alar import protocol
 from alar.protocol import parse_turn, parse_turns

@@ -19,9 +19,9 @@ import yaml
 from rich.console import Console
 
 from alar import jsonl, runs
+from alar.params.sections import Experiment, defaults
 from alar.runs import stages
 from alar.runs.runner import Request, main
-from alar.params.sections import Experiment, defaults
 from alar.runs.terminal import Terminal, bar_line, duration
 
 EPOCHS = defaults()["aasd"]["epochs"]

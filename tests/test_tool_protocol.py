@@ -125,8 +125,8 @@ def fuzzed(rng: random.Random) -> str:
     names = ["gcd", "gcd", "lcm", "lcm", "eval", "__import__", "os.system", "comb", "upper"]
     values = [*["12", "-3"] * 5, "1e400", "5.0", "true", "null", "NaN", '"x"', '"\\ud800"', "[1]", "{}", "9" * 30, "9" * 5000]
     if rng.random() < 0.5:
-        pieces = ["<think>", "</think>", "<latent>", "</latent>", "<tool_call>", "</tool_call>", "<tool_response>", "•", "\n", "{", "}",
-                  '"name": ', '"arguments": ', '"gcd"', "[1]", "null", "text", "\x00", "\ud800", '{"a": 1, "b": 2}', "\\u0000",
+        pieces = ["<think>", "</think>", "<latent>", "</latent>", "<tool_call>", "</tool_call>", "<tool_response>", "•", "\n", "{",
+                  "}", '"name": ', '"arguments": ', '"gcd"', "[1]", "null", "text", "\x00", "\ud800", '{"a": 1, "b": 2}', "\\u0000",
                   "<|im_end|>"]
         return "".join(rng.choice(pieces) for _ in range(rng.randint(0, 16)))
     calls = [

@@ -15,7 +15,13 @@ from alar.rollout.codec import Codec
 from alar.rollout.sampling import inverse_cdf
 from alar.rollout.vllm import checks
 from alar.rollout.vllm.history import (
-    AS_TEXT, RESERVED, UNKNOWN, BlockMemory, HistoryRefused, LatentHistory, refuse_text_blocks,
+    AS_TEXT,
+    RESERVED,
+    UNKNOWN,
+    BlockMemory,
+    HistoryRefused,
+    LatentHistory,
+    refuse_text_blocks,
 )
 from alar.rollout.vllm.turns import TurnOptions, open_turn, problem_in_context
 from alar.serve import server_arguments

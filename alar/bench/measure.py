@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterable, Sequence
 
 import pandas as pd
 import torch

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -7,7 +7,7 @@ plain base model, greedy, so that both write the same text.
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase

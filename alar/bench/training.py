@@ -12,8 +12,8 @@ differs from ours is the work: rows · blocks · (1 + K) + 1 model calls and eve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import contextmanager
-from typing import Sequence
 
 import torch
 from torch import Tensor

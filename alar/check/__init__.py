@@ -7,9 +7,9 @@ what is missing, each with the command that fetches it. Exit codes: 0 all is the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
 from urllib.parse import urlsplit
 
 from alar.check import data, machine

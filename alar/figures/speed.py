@@ -10,7 +10,18 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 
 from alar import tables
 from alar.figures.style import (
-    BLACK, BLUE, COLUMN, GREEN, GREY, PAGE, VERMILLION, Source, footnote, interval_bars, new_figure, styled,
+    BLACK,
+    BLUE,
+    COLUMN,
+    GREEN,
+    GREY,
+    PAGE,
+    VERMILLION,
+    Source,
+    footnote,
+    interval_bars,
+    new_figure,
+    styled,
 )
 
 ROUTES = {  # as `alar.bench.serving` names them: label, colour, marker

@@ -8,9 +8,9 @@ Pure index arithmetic on ids and origins, shared by the record, the intervention
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Sequence
 
 import numpy as np
 from jaxtyping import Float

@@ -7,10 +7,11 @@ here, and nothing refers to the network, so a fragment is safe wherever it is pu
 from __future__ import annotations
 
 import html
-from typing import Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from alar.figures.style import GREY, LIGHT, MODE_COLOURS, MODE_NAMES
-from alar.inspector.tokens import pieces, shortened, timeline as stretches
+from alar.inspector.tokens import pieces, shortened
+from alar.inspector.tokens import timeline as stretches
 from alar.records import Origin, Trajectory
 from alar.rollout.codec import Codec
 

@@ -7,8 +7,8 @@ shown as the text it is. At most `LENS_LAYERS` layers and `LENS_TOKENS` candidat
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Iterator, Mapping, Sequence
 
 import numpy as np
 

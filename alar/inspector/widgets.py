@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import base64
 import time
-from typing import Any, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import ipywidgets
 from matplotlib.figure import Figure

@@ -10,10 +10,10 @@ in mirrors. A turn has one think phase; after it, everything is visible.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Sequence
 
 from alar import protocol
 

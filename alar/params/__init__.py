@@ -11,14 +11,15 @@ name can be neither injected nor ignored.
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from alar.params.notebooks import NotebookError, declared_parameters, numbered
 from alar.params.files import ParameterError, did_you_mean, kind_of, parse_value, read_document, shown_path
+from alar.params.notebooks import NotebookError, declared_parameters, numbered
 from alar.params.sections import DOMAINS, OWN_SECTION, Experiment, field_kind, section_models
 
 RUN_FOLDER_NAME = "run_dir"  # injected by the runner, with `domain`

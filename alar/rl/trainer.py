@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Callable, Sequence
 
 import torch
 
-from alar.rollout.constraint import PhaseConstraint
 from alar.baselines.length_rewards import with_stated_limit
 from alar.baselines.logprob.client import scorer_of
 from alar.jsonl import replacing
-from alar.records import Origin, Question, Trajectory
+from alar.records import Origin, Trajectory
 from alar.rl.config import RLConfig, learning_rate_at
 from alar.rl.objective import kl_penalty, policy_loss
 from alar.rl.rollouts import (
@@ -36,6 +35,7 @@ from alar.rl.rollouts import (
     validation_mode,
 )
 from alar.rollout.codec import Codec
+from alar.rollout.constraint import PhaseConstraint
 from alar.rollout.engine import Sampling, phases_of
 from alar.rollout.hf import HFEngine, policy_logits
 from alar.rollout.loop import run

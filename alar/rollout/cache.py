@@ -10,8 +10,8 @@ beginning can copy them.
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Container, Iterator, Sequence
 
 import numpy as np
 import torch

@@ -6,8 +6,8 @@ Text from outside (questions, observations) is encoded with special tokens split
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Sequence
 
 from transformers import PreTrainedTokenizerBase
 

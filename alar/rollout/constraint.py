@@ -12,7 +12,7 @@ constrained distribution, and forced pieces of `</think>` have log-prob 0.
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float

@@ -10,18 +10,18 @@ z belongs to the identity of a beginning: equal ids with other latents share not
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from alar.rollout.constraint import PhaseConstraint
 from alar.model.attention import attention_of
 from alar.records import Origin
 from alar.rollout.cache import SLOT_ATTENTION, Slot, SlotCache, StepLayout
 from alar.rollout.codec import Codec
+from alar.rollout.constraint import PhaseConstraint
 from alar.rollout.engine import Engine, Sampling, TurnOutput, TurnRequest, TurnWriter
 from alar.rollout.sampling import inverse_cdf
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Callable, Iterable, Iterator, Protocol, Sequence
+from typing import Protocol
 
 import numpy as np
 

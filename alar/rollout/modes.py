@@ -7,7 +7,7 @@ sees the tokens before its turn and its own pieces, nothing else.
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 

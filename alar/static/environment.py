@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from alar import protocol
 from alar.records import Observation, Question, Trajectory

@@ -9,7 +9,7 @@ the answer is found in it: the last `\\boxed{}`, else after `####`, else after "
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from alar import protocol
 from alar.protocol import Trusted, Turn

@@ -8,8 +8,8 @@ position or the forced pieces of `</latent>`.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Iterator, Sequence
 
 import torch
 

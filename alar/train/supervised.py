@@ -7,9 +7,9 @@ Under torchrun the weights are sharded over the processes (`alar.train.distribut
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Callable, Sequence
 
 import torch
 from peft import LoraConfig, get_peft_model

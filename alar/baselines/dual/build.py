@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Iterable, Sequence
 
 import torch
 from safetensors import safe_open
@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from alar import protocol
-from alar.model.dual_vocabulary import META, MODES, DualVocab
 from alar.model.checkpoints import base_config, resolve, save
+from alar.model.dual_vocabulary import META, MODES, DualVocab
 
 THINK_MISSING = ("error", "add", "clone_eos", "literal")
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "</s>")  # Qwen, Llama-3, Phi-3, older Llama and Mistral

@@ -7,8 +7,8 @@ the inputs is off by one at both ends.)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Sequence
 
 from alar.model.dual_vocabulary import DualVocab, NoMirror
 from alar.records import Origin, Trajectory

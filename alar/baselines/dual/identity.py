@@ -12,7 +12,7 @@ is the ordinary one: the latent rows must be trained for the method to be one.
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 

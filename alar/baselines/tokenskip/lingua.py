@@ -7,7 +7,7 @@ process and fetches a tokenizer of OpenAI's, and every text is padded to 512 tok
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 

@@ -14,7 +14,7 @@ pass; only the positions that predict a token of a thought get logits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch

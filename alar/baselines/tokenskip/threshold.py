@@ -9,8 +9,8 @@ a word that holds a digit is forced as a whole.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 import numpy as np
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Sequence
+from typing import Protocol
 
 _WORD = re.compile(r"\s*(?:\d+(?:[.,]\d+)*(?!\w)|\w+(?:['’]\w+)*|[^\w\s])")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
 from matplotlib import font_manager

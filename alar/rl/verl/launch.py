@@ -37,8 +37,8 @@ from typing import Any
 
 import torch
 
-from alar.model.dual_vocabulary import find
 from alar.jsonl import read_jsonl
+from alar.model.dual_vocabulary import find
 from alar.records import Question
 from alar.rl.config import RLConfig
 from alar.rl.rollouts import prompts_of_step

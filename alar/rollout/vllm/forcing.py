@@ -15,7 +15,7 @@ Two things are done here because the place is right:
 from __future__ import annotations
 
 import random
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality, process_dict_updates
 
-from alar.rollout.constraint import PhaseConstraint
 from alar.records import Origin
 from alar.rollout.codec import Codec
+from alar.rollout.constraint import PhaseConstraint
 from alar.rollout.sampling import inverse_cdf
 from alar.rollout.vllm.records import Record, shared
 from alar.rollout.vllm.turns import TurnOptions, codec_of, open_turn

@@ -12,8 +12,9 @@ def register(*, imported: bool = False) -> None:
     this one can still fork without a CUDA context. `imported` gives it the classes themselves: no second process, right
     where an ALAR checkpoint is about to be started on a CPU.
     """
-    import alar.model  # noqa: F401  registers latent_qwen2 and latent_qwen3 with AutoConfig
     from vllm import ModelRegistry
+
+    import alar.model  # noqa: F401  registers latent_qwen2 and latent_qwen3 with AutoConfig
 
     known = ModelRegistry.get_supported_archs()
     for name in ARCHITECTURES:

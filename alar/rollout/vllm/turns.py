@@ -15,9 +15,10 @@ vLLM is not imported here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from alar import protocol
 from alar.model.dual_vocabulary import find

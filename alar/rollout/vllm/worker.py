@@ -7,7 +7,6 @@ from pathlib import Path
 
 from alar.rollout.vllm.records import shared
 
-
 # What two checkpoints must share for one to take the other's place in a running engine.
 SHAPE = (
     "model_type", "num_latent", "latent_token_id", "projector_kind", "projector_size", "projector_layer_norm",
