@@ -6,6 +6,7 @@ policy's actions and judges its trajectories. Deliberate: no domain knows of mod
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -45,8 +46,8 @@ class Domain(Protocol):
 
     def test_questions(self, count: int) -> list[Question]: ...
 
-    def load_questions(self, source: str | Path, *, limit: int = 0) -> list[Question]:
-        """Those of a published set or a file."""
+    def load_questions(self, source: str | Path, *, limit: int = 0, test: bool = False) -> list[Question]:
+        """Those of a published set or a file. `test` takes the held-out part of a source that is split here."""
 
     def solved_questions(self, count: int, seed: int) -> list[Solved]:
         """Embedded questions with the expert's steps, the types in turn."""
@@ -57,7 +58,10 @@ class SearchDomain:
     training_questions = staticmethod(search_questions.training_questions)
     validation_questions = staticmethod(search_questions.validation_questions)
     test_questions = staticmethod(search_questions.test_questions)
-    load_questions = staticmethod(load_questions)
+
+    def load_questions(self, source, *, limit=0, test=False):
+        """Published sets have names that say which split they are; a file is taken whole."""
+        return load_questions(source, limit=limit)
 
     def solved_questions(self, count, seed):
         return search_questions.solved_questions(REAL, count, seed)
@@ -91,12 +95,14 @@ class ToolDomain:
     def solved_questions(self, count, seed):
         return tool_questions.solved_questions("train", count, seed)
 
-    def load_questions(self, source, *, limit=0):
-        """A category of BFCL, or ToolMind's rows in a file, a folder or on the hub, of which the training split is taken."""
+    def load_questions(self, source, *, limit=0, test=False):
+        """A category of BFCL, which is all test, or a split of ToolMind's rows in a file, a folder or on the hub."""
         if str(source) in bfcl.ASKED_CATEGORIES:
             found = [bfcl_request(item).question(item.id, world="bfcl") for item in bfcl.load_category(str(source))]
+        elif re.fullmatch(r"\w+", str(source)) and not Path(source).exists():
+            raise ValueError(f"{source}: no set of the tool domain and no file; the sets are {', '.join(bfcl.ASKED_CATEGORIES)}")
         else:
-            found = load_toolmind(source)
+            found = load_toolmind(source, "test" if test else "train")
         return found[:limit] if limit else found
 
 

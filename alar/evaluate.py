@@ -115,12 +115,12 @@ class TamperedProjector(torch.nn.Module):
         if self.kind == "zeroed":
             return torch.zeros_like(z)
         if self.kind == "mean":
-            return self.bank[:, step].mean(0).expand_as(z)
+            return self.bank[:, step].mean(0).to(z).expand_as(z)
         if self.kind == "noise":
-            noise = torch.randn(z.shape, generator=self.generator)
+            noise = torch.randn(z.shape, generator=self.generator).to(z)
             return noise * z.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
         chosen = torch.randint(len(self.bank), (len(z),), generator=self.generator)
-        return self.bank[chosen, step]
+        return self.bank[chosen, step].to(z)
 
 
 def latent_bank(trajectories: Sequence[Trajectory], num_latent: int) -> torch.Tensor:

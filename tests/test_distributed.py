@@ -20,8 +20,11 @@ from alar.model.packing import pack, sequence_ids, with_filler
 from alar.records import write_trajectories
 from alar.rollout.codec import Codec
 from alar.search.questions import solved_questions
+from alar.tool import questions as tool_questions
+from alar.tool.protocol import TOOL
+from alar.train import __main__ as train_command
 from alar.train.__main__ import parameters_of_study
-from alar.train.examples import Example, SimilarBatches, collate
+from alar.train.examples import Example, SimilarBatches, aasd_examples, collate
 from alar.train.supervised import SupervisedConfig, train
 from tests.distributed_ranks import CASES, PAD, ROWS, TRAINING, example, training_examples
 from tests.test_examples import expert_trajectory
@@ -120,6 +123,24 @@ def test_a_parameter_file_of_run_all_gives_the_command_what_it_gives_the_noteboo
     values = parameters_of_study("03_aasd", str(file))
     assert values == params.flatten(params.load(file), notebook)
     assert (values["run_dir"], values["learning_rate"], values["trainable"]) == ("runs/paper-search-3b/search", 1e-4, "lora")
+
+
+def test_the_command_trains_on_the_turns_of_its_domain(random_model, tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    model, tokenizer = random_model()
+    save(model, tokenizer, run_dir / "01_latent_model" / "latent")
+    codec = Codec.of(model, tokenizer, TOOL)
+    solved = tool_questions.solved_questions("train", 6, 0)
+    (run_dir / "02_teacher_traces").mkdir()
+    traces = [expert_trajectory(codec, item) for item in solved]
+    write_trajectories(run_dir / "02_teacher_traces" / "traces.jsonl", traces)
+    file = tmp_path / "03_aasd.params.yaml"
+    file.write_text(yaml.safe_dump({"run_dir": str(run_dir), "domain": "tool"}))
+    seen = []
+    monkeypatch.setattr(train_command, "train", lambda model, examples, *_, **__: seen.extend(examples) or model)
+    assert train_command.main(["03_aasd", "-f", str(file)]) == 0
+    assert [example.ids for example in seen] == [example.ids for example in aasd_examples(traces, codec)]
+    assert "<call>" not in "".join(codec.text(example.ids) for example in seen)
 
 
 def test_the_command_trains_a_stage_from_the_notebooks_parameters(random_model, tmp_path):

@@ -41,6 +41,11 @@ def test_calls_are_executed_only_where_their_functions_exist():
         tool.environment([*own, *foreign])
 
 
+def test_a_name_that_is_no_set_is_answered_with_those_that_are():
+    with pytest.raises(ValueError, match="simple_java: no set of the tool domain and no file; the sets are simple_python"):
+        domains.of("tool").load_questions("simple_java")
+
+
 def test_tool_questions_come_from_a_file_of_toolmind_rows(tmp_path):
     function = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "int"}}}}}
     rows = [
@@ -52,9 +57,10 @@ def test_tool_questions_come_from_a_file_of_toolmind_rows(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = domains.of("tool").load_questions(path)
-    assert 25 < len(found) < 40, "a part of the rows is for validation and test"
+    held_out = domains.of("tool").load_questions(path, test=True)
+    assert 25 < len(found) < 40 and held_out and not {q.id for q in found} & {q.id for q in held_out}
     assert request_of(found[0]).truth[0][0]["add"]["a"] == [int(found[0].text.split()[1])]
     assert domains.of("tool").environment(found).final == ("answer", "call")
     path.write_text(json.dumps(rows[0] | {"tools": []}) + "\n")
-    with pytest.raises(ValueError, match="no request to train on; 0 rows could be read .no functions: 1."):
+    with pytest.raises(ValueError, match="no request of the train split; 0 rows could be read .no functions: 1."):
         domains.of("tool").load_questions(path)

@@ -22,6 +22,7 @@ from alar.rollout.hf import HFEngine
 from alar.rollout.loop import run
 from alar.rollout.modes import latent_probabilities
 from alar.search.questions import solved_questions
+from alar.tool import questions as tool_questions
 
 QUESTIONS = [
     Question(f"q{n}", f"{text} {place}?", ("12",), kind)
@@ -73,6 +74,20 @@ def test_labels_name_what_the_expert_looks_up():
         else:
             assert pd.isna(row["bridge_entity"])
         assert (row["number"] in ("above", "below")) == question.answers[0].isdigit()
+
+
+def test_labels_name_the_function_that_the_expert_calls_and_its_provider():
+    solved = tool_questions.solved_questions("test", 60, 0)
+    sites = [expert_site(item, number) for item in solved for number in range(len(item.steps))]
+    called = 0
+    for site, (_, row) in zip(sites, labels(sites).iterrows()):
+        turn = site.trajectory.turns[site.block.turn]
+        if turn.action == "call":
+            assert f'"name": "{row["function"]}_{row["provider"]}"' in turn.argument.split("</tool_call>")[0]
+            called += 1
+        else:
+            assert pd.isna(row["function"]) and pd.isna(row["provider"])
+    assert called == 60  # 40 of one turn, 10 of two, 10 that nothing fits
 
 
 def test_a_class_probe_equals_scikit_learns_cross_validation_and_never_sees_its_question():

@@ -27,6 +27,7 @@ def call(name, **arguments):
 
 @pytest.mark.parametrize("asked, response", [
     (call("gcd", a=12, b=18), "6"),
+    (call("gcd_oak", a=12, b=18), "6"),
     (call("comb", n=10, k=3), str(math.comb(10, 3))),
     (call("log", x=1000), "3"),
     (call("log", x=8, base=2), "3"),

@@ -17,6 +17,7 @@ from alar.rollout.engine import Sampling, TurnOutput
 from alar.rollout.loop import run
 from alar.tool import arithmetic, bfcl, pretraining, questions
 from alar.tool.environment import ToolEnvironment, check_turns, toolmind_score, verdict
+from alar.tool.functions import TOOLS, own_name
 from alar.tool.protocol import TOOL, calls_text, parse_calls
 from alar.tool.requests import bfcl_request, request_of
 from alar.train.examples import aasd_examples
@@ -195,8 +196,8 @@ def test_hard_turns_are_those_whose_call_needs_a_computation(solved):
 def test_splits_share_no_call_and_no_sentence_with_the_test():
     def calls(split, seed):
         items = questions.solved_questions(split, 300, seed)
-        return {json.dumps(call, sort_keys=True) for item in items for turn in request_of(item.question).truth
-                for call in bfcl.reference_calls(turn)}, items
+        made = [call for item in items for turn in request_of(item.question).truth for call in bfcl.reference_calls(turn)]
+        return {json.dumps([own_name(call["name"])[0], call["arguments"]], sort_keys=True) for call in made}, items
 
     (train, items), (validation, _), (test, held_out) = calls("train", 0), calls("validation", 0), calls("test", 0)
     assert not train & validation and not train & test and not validation & test
@@ -206,6 +207,24 @@ def test_splits_share_no_call_and_no_sentence_with_the_test():
     assert all(item.question.text.startswith(opening) for item in items)
     assert not any(item.question.text.startswith(opening) for item in held_out)
     assert {q.world for q in questions.test_questions(12)} == {"test"}
+
+
+def test_a_function_has_another_name_in_another_request_and_an_absent_one_has_none(solved):
+    names, absent = {}, 0
+    for item in questions.solved_questions("train", 600, 0):
+        offered = [function["name"] for function in request_of(item.question).functions]
+        functions = [own_name(name)[0] for name in offered]
+        assert len(set(functions)) == len(offered) and set(functions) <= set(TOOLS)
+        for function, name in zip(functions, offered):
+            names.setdefault(function, set()).add(name)
+        written = re.findall(r'"(\w+)"(?:, with| but)', " ".join(step.thought for step in item.steps))
+        if item.question.type == "irrelevance":
+            assert written and not set(functions) & set(written) and set(written) <= set(TOOLS)
+            absent += 1
+        else:
+            assert set(written) == {call["name"] for step in item.steps for call in parse_calls(step.argument)[0]
+                                    if step.action == "call"} <= set(offered)  # fmt: skip
+    assert absent == 100 and sum(len(found) for found in names.values()) / len(names) > 6
 
 
 def test_the_test_split_is_fixed_balanced_and_large_enough():

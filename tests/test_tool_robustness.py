@@ -165,15 +165,19 @@ def typed_calls(draw):
         properties, arguments = {}, {}
         for key in draw(st.lists(st.sampled_from(["a", "b", "c d", "é"]), max_size=3, unique=True)):
             kind = draw(st.sampled_from(sorted(VALUES)))
-            shape = draw(st.sampled_from(["plain", "plain", "list", "dict", "dicts", "nested"]))
+            shape = draw(st.sampled_from(["plain", "plain", "list", "dict", "dicts", "nested", "listed"]))
             value = VALUES[kind]
-            inner = {"type": "dict", "properties": {"k": {"type": kind}}}
+            inner, items = {"type": "dict", "properties": {"k": {"type": kind}}}, {"items": {"type": kind}}
             properties[key], arguments[key] = {
                 "plain": lambda: ({"type": kind}, draw(value)),
-                "list": lambda: ({"type": "array", "items": {"type": kind}}, draw(st.lists(value, max_size=3))),
+                "list": lambda: ({"type": "array"} | items, draw(st.lists(value, max_size=3))),
                 "dict": lambda: (inner, {"k": draw(value)}),
                 "dicts": lambda: ({"type": "array", "items": inner}, [{"k": draw(value)}]),
                 "nested": lambda: ({"type": "dict", "properties": {"k": inner}}, {"k": {"k": draw(value)}}),
+                "listed": lambda: (
+                    {"type": "dict", "properties": {"k": {"type": "dict", "properties": {"k": {"type": "array"} | items}}}},
+                    {"k": {"k": draw(st.lists(value, max_size=3))}},
+                ),
             }[shape]()
         functions.append({"name": name, "parameters": {"type": "object", "properties": properties, "required": list(properties)}})
         calls.append({"function": {"name": name, "arguments": arguments}})
@@ -188,7 +192,7 @@ def test_the_calls_that_a_row_expects_score_fully(drawn):
     row = read_row({"conversations": asked, "tools": functions})
     assert dense_score(row.expected, row.expected) == 1.5
     text = f"<think>so</think>\n\n{calls_text(row.expected)}"
-    assert toolmind_score(judged(row.request.question(row.id), text)) == 1.5
+    assert toolmind_score(judged(row.request.question(row.id, world="toolmind"), text)) == 1.5
     assert check_turns([list(row.expected)], row.request).correct
 
 
@@ -219,7 +223,7 @@ def test_any_row_is_a_request_that_can_be_asked_and_stored_or_is_counted(tokeniz
     loaded = load_rows(rows, whole=whole)
     assert len(loaded.rows) + sum(loaded.skipped.values()) == len(rows)
     for row in loaded.rows:
-        question = row.request.question(row.id)
+        question = row.request.question(row.id, world="toolmind")
         "".join(TOOL.prompt(question)).encode()
         json.dumps([question.details, row.expected, row.responses], ensure_ascii=False).encode()
         score = toolmind_score(judged(question, f"<think>so</think>\n\n{calls_text(row.expected)}"))

@@ -6,6 +6,7 @@
 | hard | class | whether this turn needs a computation |
 | query_entity | name | what the next search asks about, of turns that search |
 | function | name | what the next call calls first, of turns that call |
+| provider | class | by which provider's name it calls it: to be read from the request, not known by heart |
 | bridge_entity | name | the territory between the two hops, of bridge questions |
 | number | class | a numeric answer, above or below the median of its question type |
 
@@ -34,9 +35,13 @@ from alar.inspector.lens import token_embeddings
 from alar.rollout.codec import Codec
 from alar.search.world import world
 from alar.statistics import bootstrap_mean, paired_bootstrap
+from alar.tool.functions import own_name
 from alar.tool.protocol import parse_calls
 
-TARGETS = {"type": "class", "hard": "class", "query_entity": "name", "function": "name", "bridge_entity": "name", "number": "class"}
+TARGETS = {
+    "type": "class", "hard": "class", "query_entity": "name", "function": "name", "provider": "class", "bridge_entity": "name",
+    "number": "class",
+}
 _QUERY_SUFFIXES = (" currency", " languages")
 
 
@@ -51,13 +56,15 @@ def labels(sites: Sequence[Site]) -> pd.DataFrame:
 def _labels(site: Site) -> dict:
     question, number = site.trajectory.question, site.block.turn
     turn, answer = site.trajectory.turns[number], question.answers[0] if question.answers else ""
+    function, provider = own_name(_called(turn.argument) if turn.action == "call" else "")
     return {
         "question_id": question.id,
         "turn": number + 1,
         "type": question.type or None,
         "hard": "hard" if number in question.hard_turns else "easy",
         "query_entity": _entity(turn.argument) if turn.action == "search" else None,
-        "function": _function(turn.argument) if turn.action == "call" else None,
+        "function": function or None,
+        "provider": provider or None,
         "bridge_entity": _bridge(question) if question.type == "bridge" and question.world else None,
         "number": float(answer) if answer.isdigit() else float("nan"),
     }
@@ -69,9 +76,9 @@ def _entity(query: str) -> str | None:
     return query or None
 
 
-def _function(text: str) -> str | None:
+def _called(text: str) -> str:
     calls, _ = parse_calls(text)
-    return calls[0]["name"] if calls else None
+    return calls[0]["name"] if calls else ""
 
 
 def _bridge(question) -> str | None:

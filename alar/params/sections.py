@@ -121,6 +121,7 @@ class Teacher(Section):
     worlds: Count = 48
     temperature: Annotated[float, Field(ge=0)] = 1.0
     questions_file: LocationOrName = ""  # JSONL with question and answers, or a published set's name; "" = the embedded world
+    judge: Literal["official", "toolmind"] = "official"  # of the tool domain's traces; "toolmind": kept from its score 1.5 on
 
 
 class Aasd(Supervised):

@@ -13,13 +13,14 @@ import re
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any
 
 from alar.params import notebooks
-from alar.runs.provenance import available_cores
 from alar.runs import PROGRESS_CHANNEL
+from alar.runs.provenance import available_cores
 
 TICK = 0.25  # seconds between two looks at the kernel's progress
 TRACEBACK_LINES = 25

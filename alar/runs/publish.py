@@ -1,9 +1,9 @@
 """`--publish`: the figures and the executed notebooks of a finished run, as files for the repository.
 
-`figures/` gets what stages 07 and 08 wrote; `notebooks/executed/` gets one self-contained HTML page per notebook, with
-images reduced and without widgets, timestamps or machine paths, so that publishing the same run twice changes nothing, and
-the report of the latent inspector. The search domain is published at the top, any other in a folder of its name. More than
-5 MB of pages is an error.
+`figures/` gets what stages 07 and 08 wrote; `notebooks/executed/` gets one HTML page per notebook, which needs a network for its
+formulas only (MathJax), with images reduced and without widgets, timestamps or machine paths, so that publishing the same run
+twice changes nothing, and the report of the latent inspector. The search domain is published at the top, any other in a folder
+of its name. More than 5 MB of pages is an error.
 """
 
 import base64

@@ -9,19 +9,19 @@ import contextlib
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator
 
 import filelock
 import yaml
 
 from alar import params, runs
-from alar.runs import provenance, stages
-from alar.runs.execution import CellFailed, execute
 from alar.jsonl import replacing, write_json
 from alar.params.notebooks import NotebookError, numbered
 from alar.params.sections import ON_REQUEST, Experiment
+from alar.runs import provenance, stages
+from alar.runs.execution import CellFailed, execute
 from alar.runs.terminal import Terminal, duration
 
 RUN_LOCK = "run"
@@ -119,6 +119,8 @@ def plan(request: Request, root: Path, notebooks_dir: Path, *, absent: list[para
             if chosen:
                 jobs.append(_Job(label, experiment, domain, home / domain, chosen))
     if not jobs:
+        if any(domain == "search" for domains in experiments.values() for domain in domains):
+            raise NotebookError(f"none of the chosen notebooks is among those that {request.params.name} names in `only`")
         raise NotebookError(f"the notebooks {', '.join(ON_REQUEST)} are about the search domain: choose --domain search")
     return jobs
 
@@ -152,12 +154,12 @@ def run(job: _Job, request: Request, root: Path, terminal: Terminal) -> None:
         if stages.begin(folder, parts, fresh=request.force):
             reason = "resumed where it was interrupted"
         flat = params.flatten(job.experiment, notebook, domain=job.domain, run_dir=_portable(job.run_dir, root))
-        _write_flat(job.run_dir / "executed" / f"{stem}.params.yaml", notebook, flat)
+        _write_flat(job.run_dir / "executed" / f"{stem}.params.yaml", notebook, flat, root)
         runs.let_go_of_stage(job.run_dir, stem)
         terminal.stage_starts(k, len(job.notebooks), stem, reason)
         began, outcome = time.time(), "failed"
 
-        def tick():
+        def tick(folder=folder):
             stages.note_inputs(folder, runs.read_inputs(folder))
             terminal.tick()
 
@@ -254,9 +256,9 @@ def _ending_on_terminate() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _write_flat(path: Path, notebook: Path, flat: dict) -> None:
+def _write_flat(path: Path, notebook: Path, flat: dict, root: Path) -> None:
     with replacing(path) as aside:
-        aside.write_text(f"# papermill notebooks/{notebook.name} out.ipynb -f {path.name}\n"
+        aside.write_text(f"# papermill {_portable(notebook, root)} out.ipynb -f {_portable(path, root)}\n"
                          + yaml.safe_dump(flat, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 

@@ -13,13 +13,14 @@ import importlib.metadata
 import json
 import shutil
 import time
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any
 
 from alar import params, runs
-from alar.params import notebooks
 from alar.jsonl import write_json
+from alar.params import notebooks
 from alar.params.sections import Experiment, field_kind
 
 NOT_IN_KEY = {("", "run_dir"), ("run", "report_to"), ("run", "threads")}  # where and how, not what

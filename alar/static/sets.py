@@ -162,11 +162,6 @@ def from_rows(rows: Iterable[tuple[str, dict]], name: str, format: Format) -> li
     return questions
 
 
-def solution_of(question: Question) -> str:
-    """The published chain of thought, "" where the set has none."""
-    return json.loads(question.details)["solution"] if question.details else ""
-
-
 def subject_of(question: Question) -> str:
     """MMLU's and MATH's subject, the embedded set's kind, "" elsewhere."""
     return json.loads(question.details)["subject"] if question.details else ""

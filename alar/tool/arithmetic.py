@@ -32,7 +32,7 @@ def subtract_text(a: int, b: int) -> str:
 
 
 def times_text(a: int, b: int) -> str:
-    """`13*24: 13*4=52, 13*20=260, 52+260: …, so 312`; b below 100."""
+    """`13*24: 13*4=52, 13*20=260, 260+52: …, so 312`; b below 100."""
     ones, tens = b % 10, b // 10 * 10
     if not tens or not ones:
         return f"{a}*{b}, so {a * b}"

@@ -5,8 +5,8 @@ One function, `verdict`, serves reward, filter of teacher traces and evaluation,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Sequence
 
 from alar import protocol
 from alar.records import Observation, Question, Trajectory
@@ -14,7 +14,7 @@ from alar.tool.bfcl import CheckResult, check_calls, reference_calls
 from alar.tool.execution import Executor
 from alar.tool.protocol import TOOL, parse_calls, responses_text
 from alar.tool.requests import Request, request_of
-from alar.tool.toolmind import SUCCESS, dense_score
+from alar.tool.toolmind import SUCCESS, dense_score, expected_calls
 
 JUDGES = ("official", "toolmind")
 
@@ -77,7 +77,8 @@ def toolmind_score(trajectory: Trajectory) -> float:
     request = request_of(trajectory.question)
     if request.truth is None and not problem:  # the category alone decides
         return SUCCESS if check_turns(calls, request).correct else -0.2
-    expected = [reference_calls(map(_without_optional, turn)) for turn in request.truth or ()]
+    own = trajectory.question.world == "toolmind"
+    expected = [expected_calls(turn) if own else reference_calls(map(_without_optional, turn)) for turn in request.truth or ()]
     if problem or not (calls or expected):
         return -0.2 if problem else SUCCESS
     scores = [dense_score(made or [], wanted or []) for made, wanted in zip_longest(calls, expected)]

@@ -20,12 +20,13 @@ import signal
 import subprocess
 import sys
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from alar.tool.schema import Tool
 
-WHITELIST = "alar.tool.functions:TOOLS"
+WHITELIST = "alar.tool.functions:CALLABLE"
 MAX_RESPONSE = 400  # characters
 MEMORY = 2**30  # bytes of address space of the child
 

@@ -15,15 +15,11 @@ import unicodedata
 import zlib
 from urllib.parse import quote
 
-from alar.tool.schema import Tool, boolean, choice, integer, table, text
+from alar.tool.schema import boolean, choice, integer, table, text, tool
 
 _TEXT = text()
 _CHARACTER = text(longest=1)
 _BYTE = integer(0, 255)
-
-
-def _tool(name: str, description: str, run, **parameters) -> Tool:
-    return Tool(name, description, parameters, run)
 
 
 def _hsv(red: int, green: int, blue: int) -> list[int]:
@@ -40,37 +36,37 @@ def _sort_words(text: str, descending: bool = False) -> str:
 
 
 TOOLS = table(
-    _tool("upper", "Upper case.", lambda text: text.upper(), text=_TEXT),
-    _tool("title_case", "Capital at each word.", lambda text: string.capwords(text), text=_TEXT),
-    _tool("swap_case", "Swap upper and lower case.", lambda text: text.swapcase(), text=_TEXT),
-    _tool("reverse_text", "Text backwards.", lambda text: text[::-1], text=_TEXT),
-    _tool("text_length", "Number of characters.", lambda text: len(text), text=_TEXT),
-    _tool("count_letter", "How often a letter occurs.", lambda text, letter: text.count(letter), text=_TEXT, letter=_CHARACTER),
-    _tool("replace_letter", "Replace a letter.", lambda text, old, new: text.replace(old, new), text=_TEXT, old=_CHARACTER,
-          new=_CHARACTER),
-    _tool("repeat_text", "Text several times.", lambda text, times: text * times, text=text(longest=50), times=integer(0, 20)),
-    _tool("shorten", "Cut text at a width.", lambda text, width: textwrap.shorten(text, width, placeholder="…"), text=_TEXT,
-          width=integer(1, 200)),
-    _tool("pad_zeros", "Zeros in front up to a width.", lambda text, width: text.zfill(width), text=text(longest=50),
-          width=integer(1, 100)),
-    _tool("sort_words", "Words in order.", _sort_words, text=_TEXT, descending=boolean(default=False)),
-    _tool("rot13", "ROT13 code.", lambda text: codecs.encode(text, "rot13"), text=_TEXT),
-    _tool("base64_encode", "Base64 code.", lambda text: base64.b64encode(text.encode()).decode(), text=_TEXT),
-    _tool("url_quote", "Escape text for a URL.", lambda text: quote(text), text=_TEXT),
-    _tool("html_escape", "Escape text for HTML.", lambda text: html.escape(text), text=_TEXT),
-    _tool("crc32", "CRC-32 checksum.", lambda text: zlib.crc32(text.encode()), text=_TEXT),
-    _tool("similarity", "Similarity in percent.", lambda a, b: round(100 * difflib.SequenceMatcher(None, a, b).ratio()), a=_TEXT,
-          b=_TEXT),
-    _tool("is_keyword", "Whether Python reserves a word.", lambda word: keyword.iskeyword(word), word=_TEXT),
-    _tool("file_extension", "Extension of a path.", lambda path: posixpath.splitext(path)[1], path=_TEXT),
-    _tool("base_name", "Last part of a path.", lambda path: posixpath.basename(path), path=_TEXT),
-    _tool("char_name", "Unicode name.", lambda character: unicodedata.name(character), character=_CHARACTER),
-    _tool("char_category", "Unicode category.", lambda character: unicodedata.category(character), character=_CHARACTER),
-    _tool("code_point", "Unicode number.", lambda character: ord(character), character=_CHARACTER),
-    _tool("from_code_point", "Character of a Unicode number.", lambda n: chr(n), n=integer(32, 0xD7FF)),
-    _tool("normalize", "Unicode normal form.", lambda text, form="NFC": unicodedata.normalize(form, text), text=_TEXT,
-          form=choice("NFC", "NFD", "NFKC", "NFKD", default="NFC")),
-    _tool("rgb_to_hsv", "Colour as hue, saturation, value.", _hsv, red=_BYTE, green=_BYTE, blue=_BYTE),
-    _tool("hsv_to_rgb", "Colour as red, green, blue.", _rgb, hue=integer(0, 360), saturation=integer(0, 100),
-          value=integer(0, 100)),
+    tool("upper", "Upper case.", lambda text: text.upper(), text=_TEXT),
+    tool("title_case", "Capital at each word.", lambda text: string.capwords(text), text=_TEXT),
+    tool("swap_case", "Swap upper and lower case.", lambda text: text.swapcase(), text=_TEXT),
+    tool("reverse_text", "Text backwards.", lambda text: text[::-1], text=_TEXT),
+    tool("text_length", "Number of characters.", lambda text: len(text), text=_TEXT),
+    tool("count_letter", "How often a letter occurs.", lambda text, letter: text.count(letter), text=_TEXT, letter=_CHARACTER),
+    tool("replace_letter", "Replace a letter.", lambda text, old, new: text.replace(old, new), text=_TEXT, old=_CHARACTER,
+         new=_CHARACTER),
+    tool("repeat_text", "Text several times.", lambda text, times: text * times, text=text(longest=50), times=integer(0, 20)),
+    tool("shorten", "Cut text at a width.", lambda text, width: textwrap.shorten(text, width, placeholder="…"), text=_TEXT,
+         width=integer(1, 200)),
+    tool("pad_zeros", "Zeros in front up to a width.", lambda text, width: text.zfill(width), text=text(longest=50),
+         width=integer(1, 100)),
+    tool("sort_words", "Words in order.", _sort_words, text=_TEXT, descending=boolean(default=False)),
+    tool("rot13", "ROT13 code.", lambda text: codecs.encode(text, "rot13"), text=_TEXT),
+    tool("base64_encode", "Base64 code.", lambda text: base64.b64encode(text.encode()).decode(), text=_TEXT),
+    tool("url_quote", "Escape text for a URL.", lambda text: quote(text), text=_TEXT),
+    tool("html_escape", "Escape text for HTML.", lambda text: html.escape(text), text=_TEXT),
+    tool("crc32", "CRC-32 checksum.", lambda text: zlib.crc32(text.encode()), text=_TEXT),
+    tool("similarity", "Similarity in percent.", lambda a, b: round(100 * difflib.SequenceMatcher(None, a, b).ratio()), a=_TEXT,
+         b=_TEXT),
+    tool("is_keyword", "Whether Python reserves a word.", lambda word: keyword.iskeyword(word), word=_TEXT),
+    tool("file_extension", "Extension of a path.", lambda path: posixpath.splitext(path)[1], path=_TEXT),
+    tool("base_name", "Last part of a path.", lambda path: posixpath.basename(path), path=_TEXT),
+    tool("char_name", "Unicode name.", lambda character: unicodedata.name(character), character=_CHARACTER),
+    tool("char_category", "Unicode category.", lambda character: unicodedata.category(character), character=_CHARACTER),
+    tool("code_point", "Unicode number.", lambda character: ord(character), character=_CHARACTER),
+    tool("from_code_point", "Character of a Unicode number.", lambda n: chr(n), n=integer(32, 0xD7FF)),
+    tool("normalize", "Unicode normal form.", lambda text, form="NFC": unicodedata.normalize(form, text), text=_TEXT,
+         form=choice("NFC", "NFD", "NFKC", "NFKD", default="NFC")),
+    tool("rgb_to_hsv", "Colour as hue, saturation, value.", _hsv, red=_BYTE, green=_BYTE, blue=_BYTE),
+    tool("hsv_to_rgb", "Colour as red, green, blue.", _rgb, hue=integer(0, 360), saturation=integer(0, 100),
+         value=integer(0, 100)),
 )

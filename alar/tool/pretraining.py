@@ -5,18 +5,18 @@ The ids are exactly those that the agent loop would record if a policy wrote the
 
 from __future__ import annotations
 
-from typing import Iterator
+from collections.abc import Iterator
 
 from alar import protocol
 from alar.rollout.codec import Codec
 from alar.tool import questions
 from alar.tool.execution import response_text
-from alar.tool.functions import TOOLS
+from alar.tool.functions import CALLABLE
 from alar.tool.protocol import TOOL, parse_calls, responses_text
 
 # What takes longest to learn comes most often.
-MIXTURE = (*questions.CATEGORIES, "multiple", "irrelevance", "multi_turn")
-HARD_SHARE = 0.6
+MIXTURE = (*questions.CATEGORIES, "parallel", "parallel_multiple", "multi_turn")
+HARD_SHARE = 0.5
 FIRST_SEED = 1_000_000  # of the requests that base models are pretrained on; later stages use small seeds
 
 
@@ -30,7 +30,7 @@ def observations(item: questions.Solved) -> list[str]:
     seen = []
     for step in item.steps:
         calls = parse_calls(step.argument)[0] if step.action == "call" else []
-        responses = [response_text(TOOLS[call["name"]].run(**call["arguments"])) for call in calls]
+        responses = [response_text(CALLABLE[call["name"]].run(**call["arguments"])) for call in calls]
         seen.append(responses_text(responses) if calls else "")
     return seen
 

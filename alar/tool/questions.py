@@ -12,6 +12,8 @@
 A turn is hard if a number or a date in its call has to be worked out first: "12 more than 30", "the minutes of 7 hours",
 "25 days after 2024-02-10". The last turn states the results, which is easy.
 
+Which provider's name a function has, `gcd_oak` or `gcd_elm`, is drawn for every request: names have to be read.
+
 Splits share functions and wordings. They do not share calls: every combination of a function and its arguments belongs to one
 split (`world.split_of`), whichever sentence asks for it. Nor do test requests use the sentences and connections of training.
 """
@@ -21,10 +23,11 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from alar.jsonl import write_jsonl
 from alar.records import Question, Solved, Step
@@ -60,9 +63,9 @@ class Call:
     def written(self) -> dict:
         return {"name": self.tool.name, "arguments": self.arguments}
 
-    def thought(self, *, quoted: bool = False) -> str:
-        name = f'"{self.tool.name}",' if quoted else self.tool.name
-        return f"{name} with " + ", ".join(f"{name} {world.said(value)}" for name, value in self.arguments.items())
+    def thought(self) -> str:
+        """The name stands in quotes, as in the list of functions, so that it is made of the same tokens."""
+        return f'"{self.tool.name}", with ' + ", ".join(f"{name} {world.noted(value)}" for name, value in self.arguments.items())
 
 
 def computed(value: Any, slot: world.Slot, rng: random.Random) -> tuple[str, str] | None:
@@ -85,11 +88,13 @@ def computed(value: Any, slot: world.Slot, rng: random.Random) -> tuple[str, str
 
 
 def sample_call(
-    phrase: world.Phrase, split: str, rng: random.Random, *, hard: bool = False, given: dict | None = None, inner: bool = False
+    phrase: world.Phrase, split: str, rng: random.Random, offer: dict[str, Tool], *, hard: bool = False,
+    given: dict | None = None, inner: bool = False,
 ) -> Call | None:
     """Draw the arguments of one call; None if the draw belongs to another split, fails, or has nothing to compute.
 
-    `given` maps one parameter to (value, words), taken instead of a draw. `inner` words it as a noun, to stand in a sentence.
+    `offer` has every function as the request names it. `given` maps one parameter to (value, words), taken instead of a draw.
+    `inner` words it as a noun, to stand in a sentence.
     """
     given = given or {}
     values = {name: given[name][0] if name in given else slot.draw(rng) for name, slot in phrase.slots.items()}
@@ -108,32 +113,33 @@ def sample_call(
             return None
         words[found[0]], working = found[1]
     wording = phrase.wordings[0] if inner else rng.choice(phrase.wordings)
-    return Call(phrase.tool, arguments, wording.format(**words), working, result)
+    return Call(offer[phrase.tool.name], arguments, wording.format(**words), working, result)
 
 
 def sample_question(category: str, split: str, rng: random.Random, *, hard_share: float = HARD_SHARE) -> Solved:
     """Draw one request of a category from a split, with its expert steps."""
     if category not in CATEGORIES:
         raise ValueError(f"unknown category {category!r}: expected one of {', '.join(CATEGORIES)}")
+    hard = rng.random() < hard_share
     while True:
-        hard = rng.random() < hard_share
+        offer = world.offer(rng)
         if category == "multi_turn":
-            solved = _chain(split, rng, hard)
+            solved = _chain(split, rng, offer, hard)
         elif category == "irrelevance":
-            solved = _irrelevant(split, rng)
+            solved = _irrelevant(split, rng, offer)
         else:
-            solved = _one_turn(category, split, rng, hard)
+            solved = _one_turn(category, split, rng, offer, hard)
         if solved is not None:
             return solved
 
 
-def _one_turn(category: str, split: str, rng: random.Random, hard: bool) -> Solved | None:
+def _one_turn(category: str, split: str, rng: random.Random, offer: dict[str, Tool], hard: bool) -> Solved | None:
     count = rng.choice((2, 2, 3)) if category == "parallel" else 2 if category == "parallel_multiple" else 1
     if category == "parallel_multiple":
         phrases = rng.sample(world.PHRASES, 2)
     else:
         phrases = [rng.choice(world.PHRASES)] * count
-    calls = [sample_call(phrase, split, rng, hard=hard and number == 0) for number, phrase in enumerate(phrases)]
+    calls = [sample_call(phrase, split, rng, offer, hard=hard and number == 0) for number, phrase in enumerate(phrases)]
     if None in calls or len({(c.tool.name, json.dumps(c.arguments)) for c in calls}) < count:
         return None
     if category == "parallel_multiple" and calls[0].tool is calls[1].tool:
@@ -143,18 +149,18 @@ def _one_turn(category: str, split: str, rng: random.Random, hard: bool) -> Solv
     working = "".join(f"{call.working}. " for call in calls if call.working)
     first = Step(f"{working}{_plan(calls)}.", "call", calls_text([call.written() for call in calls]))
     text = rng.choice(_CONNECTIONS["test" if split == "test" else "train"]).join(call.asked for call in calls)
-    return _finish(category, split, rng, text, calls, [calls], extra, (0,) if hard else (), [first, _last(calls)])
+    return _finish(category, split, rng, offer, text, calls, [calls], extra, (0,) if hard else (), [first, _last(calls)])
 
 
-def _chain(split: str, rng: random.Random, hard: bool) -> Solved | None:
+def _chain(split: str, rng: random.Random, offer: dict[str, Tool], hard: bool) -> Solved | None:
     outer = rng.choice(world.PHRASES)
     places = [name for name, slot in outer.slots.items() if slot.kind]
     if not places:
         return None
     place = rng.choice(places)
     slot = outer.slots[place]
-    inner = sample_call(rng.choice(world.PHRASES), split, rng, hard=hard and rng.random() < 0.5, inner=True)
-    value = _as_argument(inner.result, slot) if inner is not None and inner.tool is not outer.tool else None
+    inner = sample_call(rng.choice(world.PHRASES), split, rng, offer, hard=hard and rng.random() < 0.5, inner=True)
+    value = _as_argument(inner.result, slot) if inner is not None and inner.tool is not offer[outer.tool.name] else None
     if value is None:
         return None
     working, words, hard_turns = "", inner.asked, (0,) if inner.working else ()
@@ -164,15 +170,15 @@ def _chain(split: str, rng: random.Random, hard: bool) -> Solved | None:
         more = rng.randint(2, min(slot.high - value, 99))
         working, words, hard_turns = f" {arithmetic.add_text(value, more)}.", f"{more} more than {words}", (1,)
         value += more
-    last = sample_call(outer, split, rng, given={place: (value, words)})
+    last = sample_call(outer, split, rng, offer, given={place: (value, words)})
     if last is None:
         return None
     steps = [
         Step(f"{inner.working}{'. ' if inner.working else ''}First {inner.thought()}.", "call", calls_text([inner.written()])),
-        Step(f"{inner.tool.name} gives {inner.result}.{working} Now {last.thought()}.", "call", calls_text([last.written()])),
+        Step(f"It gives {world.noted(inner.result)}.{working} Now {last.thought()}.", "call", calls_text([last.written()])),
         _last([last]),
     ]
-    return _finish("multi_turn", split, rng, last.asked, [last], [[inner], [last]], (0, 1), hard_turns, steps)
+    return _finish("multi_turn", split, rng, offer, last.asked, [last], [[inner], [last]], (0, 1), hard_turns, steps)
 
 
 def _as_argument(result: str, slot: world.Slot) -> Any:
@@ -185,31 +191,34 @@ def _as_argument(result: str, slot: world.Slot) -> Any:
         return None
 
 
-def _irrelevant(split: str, rng: random.Random) -> Solved | None:
-    call = sample_call(rng.choice(world.PHRASES), split, rng)
+def _irrelevant(split: str, rng: random.Random, offer: dict[str, Tool]) -> Solved | None:
+    phrase = rng.choice(world.PHRASES)
+    call = sample_call(phrase, split, rng, offer)
     if call is None:
         return None
-    step = Step(f'I need "{call.tool.name}" but it is not offered.', "answer", NOTHING_FITS)
-    return _finish("irrelevance", split, rng, call.asked, [], [], (1, 2), (), [step], without=call.tool)
+    step = Step(f'I need "{phrase.tool.name}" but it is not offered.', "answer", NOTHING_FITS)
+    return _finish("irrelevance", split, rng, offer, call.asked, [], [], (1, 2), (), [step], without=call.tool)
 
 
 def _plan(calls: Sequence[Call]) -> str:
-    """It names a function before it matters whether that is offered: a small model learns to look a name up, not to answer at once
-    whether anything fits. The name stands in quotes, as in the list of functions, so that it is made of the same tokens."""
-    return f"I need {' and '.join(call.thought(quoted=True) for call in calls)}"
+    """It begins to name a function before it matters whether that is offered: a small model learns to look a name up, and to go on
+    as the list does, but not to say at once whether anything fits."""
+    return f"I need {' and '.join(call.thought() for call in calls)}"
 
 
 def _last(calls: Sequence[Call]) -> Step:
-    results = [call.result for call in calls]
-    return Step(f"The result{' is' if len(calls) == 1 else 's are'} {' and '.join(results)}.", "answer", "; ".join(results))
+    seen = " and ".join(world.noted(call.result) for call in calls)
+    said = f"The result{' is' if len(calls) == 1 else 's are'} {seen}."
+    return Step(said, "answer", "; ".join(call.result for call in calls))
 
 
 def _finish(
-    category: str, split: str, rng: random.Random, text: str, answered: Sequence[Call], turns: Sequence[Sequence[Call]],
-    extra: tuple[int, int], hard_turns: tuple[int, ...], steps: Sequence[Step], without: Tool | None = None,
+    category: str, split: str, rng: random.Random, offer: dict[str, Tool], text: str, answered: Sequence[Call],
+    turns: Sequence[Sequence[Call]], extra: tuple[int, int], hard_turns: tuple[int, ...], steps: Sequence[Step],
+    without: Tool | None = None,
 ) -> Solved:
     tools = list({call.tool.name: call.tool for turn in turns for call in turn}.values())
-    others = [t for t in _tools() if t is not without and t not in tools]
+    others = [t for t in offer.values() if t is not without and t not in tools]
     tools += rng.sample(others, rng.randint(*extra))
     rng.shuffle(tools)
     sentence = rng.choice(_SENTENCES["test" if split == "test" else "train"]).format(text)
@@ -218,10 +227,6 @@ def _finish(
     identity = hashlib.sha256(f"{sentence}|{[t.name for t in tools]}".encode()).hexdigest()[:16]
     answers = ("; ".join(call.result for call in answered),) if answered else ()
     return Solved(request.question(identity, answers=answers, hard_turns=hard_turns, world=split), tuple(steps))
-
-
-def _tools() -> list[Tool]:
-    return list({phrase.tool.name: phrase.tool for phrase in world.PHRASES}.values())
 
 
 def solved_questions(

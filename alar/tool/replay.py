@@ -8,7 +8,7 @@ end it as its final action.
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from alar import protocol
 from alar.records import Observation, Question

@@ -8,9 +8,9 @@ both domains.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Sequence
 
 from alar.records import Question
 from alar.tool.bfcl import BFCLQuestion

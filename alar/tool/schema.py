@@ -7,9 +7,10 @@ beyond them reaches a function, so that none can be made to work for long.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Callable, Literal
+from typing import Annotated, Any, Literal
 
 MAX_TEXT, MAX_ITEMS = 200, 50
 _LARGEST = 10**9
@@ -99,6 +100,10 @@ class Tool:
         fields = {name: (parameter.enforced(), ... if parameter.default is None else parameter.default)
                   for name, parameter in self.parameters.items()}
         return create_model(self.name, __config__=ConfigDict(strict=True, extra="forbid"), **fields)
+
+
+def tool(name: str, description: str, run: Callable[..., Any], **parameters: Parameter) -> Tool:
+    return Tool(name, description, parameters, run)
 
 
 def integer(low: int = -_LARGEST, high: int = _LARGEST, description: str = "", default: int | None = None) -> Parameter:

@@ -20,8 +20,9 @@ import hashlib
 import json
 import re
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any
 
 from alar.tool.protocol import calls_text, responses_text
 from alar.tool.requests import Request
@@ -202,6 +203,21 @@ def _same(a: Any, b: Any) -> bool:
 def _truth(call: dict) -> dict:
     """A call as BFCL's ground truth has it."""
     return {call["name"]: {key: [_accepted(value)] for key, value in call["arguments"].items()}}
+
+
+def expected_calls(truth: Sequence[dict]) -> list[dict]:
+    """The calls behind the ground truth of a row; `bfcl.reference_calls` would take lists that they hold for lists of choices."""
+    return [{"name": name, "arguments": {key: _plain(values[0]) for key, values in arguments.items()}}
+            for call in truth for name, arguments in call.items()]  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    """What `_accepted` was made of."""
+    if isinstance(value, dict):
+        return {key: "" if inner == [" "] else inner[0] for key, inner in value.items()}
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return [_plain(item) for item in value]
+    return value
 
 
 def _accepted(value: Any) -> Any:

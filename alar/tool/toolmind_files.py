@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 from alar.records import Question
 from alar.tool.toolmind import load_rows, split_of
@@ -41,13 +41,13 @@ def read_records(files: list[Path]) -> Iterator[dict]:
                 yield record
 
 
-def load_questions(source: str | Path) -> list[Question]:
-    """The requests of a source's training split. Raises ValueError where there are none."""
+def load_questions(source: str | Path, split: str = "train") -> list[Question]:
+    """The requests of a source's "train", "validation" or "test" split. Raises ValueError where there are none."""
     loaded = load_rows(read_records(toolmind_files(source)))
-    found = [row.request.question(row.id, world="toolmind") for row in loaded.rows if split_of(row) == "train"]
+    found = [row.request.question(row.id, world="toolmind") for row in loaded.rows if split_of(row) == split]
     if not found:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in loaded.skipped.most_common(3)) or "none was skipped"
-        raise ValueError(f"{source}: no request to train on; {len(loaded.rows)} rows could be read ({reasons})")
+        raise ValueError(f"{source}: no request of the {split} split; {len(loaded.rows)} rows could be read ({reasons})")
     return found
 
 

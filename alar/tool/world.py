@@ -7,14 +7,18 @@ the place of an argument of another phrase. Values are drawn at random; the fact
 from __future__ import annotations
 
 import json
+import keyword
 import random
+import re
+import unicodedata
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, timedelta
-from typing import Any, Callable
+from typing import Any
 
 from alar.tool.execution import response_text
-from alar.tool.functions import TOOLS
+from alar.tool.functions import CALLABLE, PROVIDERS, TOOLS
 from alar.tool.schema import Tool
 
 WORDS = (
@@ -26,6 +30,7 @@ ZONES = (
     "Asia/Tokyo", "Europe/Paris", "America/New_York", "Africa/Cairo", "Australia/Sydney", "Asia/Kolkata", "America/Lima",
     "Europe/London", "Africa/Nairobi", "America/Chicago", "Asia/Dubai", "Pacific/Auckland",
 )
+MADE_UP_SHARE = 0.6  # of the words: an argument, or a result to repeat, may be any string, so none is known by heart
 LONGEST_RESULT = 24  # characters: final answers repeat it
 
 
@@ -65,8 +70,29 @@ def _list(low: int = 1, high: int = 99, sizes: tuple[int, int] = (3, 5)) -> Slot
     return Slot(lambda rng: [rng.randint(low, high) for _ in range(rng.randint(*sizes))])
 
 
+def _word(rng: random.Random) -> str:
+    """A word of the language, or a made-up one of two or three syllables."""
+    if rng.random() >= MADE_UP_SHARE:
+        return rng.choice(WORDS)
+    return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") + rng.choice(("", "", "n", "r", "l"))
+                   for _ in range(rng.randint(2, 3)))  # fmt: skip
+
+
 def _text(fewest: int, most: int) -> Slot:
-    return Slot(lambda rng: " ".join(rng.choice(WORDS) for _ in range(rng.randint(fewest, most))))
+    return Slot(lambda rng: " ".join(_word(rng) for _ in range(rng.randint(fewest, most))))
+
+
+def _path(rng: random.Random) -> str:
+    return f"{_word(rng)}/{_word(rng)}.{rng.choice(('txt', 'csv', 'png', 'py'))}"
+
+
+def _character(rng: random.Random) -> str:
+    """A letter with a mark, a Greek or Cyrillic letter, or a sign, whose name is short enough to be repeated."""
+    while True:
+        first, last = rng.choice(((192, 382), (913, 974), (1040, 1103), (8592, 8660), (8704, 8890)))
+        character = chr(rng.randint(first, last))
+        if 0 < len(unicodedata.name(character, "")) <= LONGEST_RESULT:
+            return character
 
 
 def _address(rng: random.Random) -> str:
@@ -88,7 +114,7 @@ CLOCK, ZONE, ADDRESS, NETWORK = Slot(_clock), _one_of(*ZONES), Slot(_address), S
 WORD, TEXT, LETTER, DIGITS = _text(1, 1), _text(1, 2), _one_of(*"aeinorst"), Slot(lambda rng: str(rng.randint(1, 9999)))
 YEAR, MONTH, BYTE = _whole(1900, 2099), _whole(1, 12), _whole(0, 255)
 VALUES = _list()
-CHARACTER = _one_of(*"äéßñøçλπΩж€½☃→ab7?@")
+CHARACTER, PATH = Slot(_character), Slot(_path)
 
 
 def _phrase(name: str, wordings: str, *, fixed: dict | None = None, **slots: Slot) -> Phrase:
@@ -204,11 +230,9 @@ PHRASES = (
     _phrase("crc32", "the CRC-32 of '{text}'|the checksum of '{text}'", text=WORD),
     _phrase("similarity", "how similar '{a}' and '{b}' are|the similarity of '{a}' and '{b}'", a=WORD, b=WORD),
     _phrase("is_keyword", "whether '{word}' is a Python keyword|if Python reserves '{word}'",
-            word=_one_of(*"for while print class list yield lambda file import await match str".split(), *WORDS[:20])),
-    _phrase("file_extension", "the extension of {path}|what {path} ends in as a file",
-            path=Slot(lambda rng: f"{rng.choice(WORDS)}/{rng.choice(WORDS)}.{rng.choice(('txt', 'csv', 'png', 'py'))}")),
-    _phrase("base_name", "the last part of {path}|the file name in {path}",
-            path=Slot(lambda rng: f"{rng.choice(WORDS)}/{rng.choice(WORDS)}.{rng.choice(('txt', 'csv', 'png', 'py'))}")),
+            word=Slot(lambda rng: rng.choice(keyword.kwlist) if rng.random() < 0.5 else _word(rng))),
+    _phrase("file_extension", "the extension of {path}|what {path} ends in as a file", path=PATH),
+    _phrase("base_name", "the last part of {path}|the file name in {path}", path=PATH),
     _phrase("char_name", "the Unicode name of {character}|how Unicode calls {character}", character=CHARACTER),
     _phrase("char_category", "the Unicode category of {character}|the class of {character} in Unicode", character=CHARACTER),
     _phrase("code_point", "the Unicode number of {character}|the code point of {character}", character=CHARACTER),
@@ -229,6 +253,12 @@ def said(value: Any) -> str:
     return str(value)
 
 
+def noted(value: Any) -> str:
+    """A value in a chain of thought. Text stands in quotes, as in a call: it is made of the same tokens there, and easy to copy."""
+    text = said(value)
+    return text if isinstance(value, list) or re.fullmatch(r"[-+\d.:/,\[\] ]+", text) else f'"{text}"'
+
+
 def result_of(tool: Tool, arguments: dict) -> str | None:
     """What the model will observe; None if the call is refused, fails, or returns more than a short text."""
     if tool.problem(arguments):
@@ -238,6 +268,11 @@ def result_of(tool: Tool, arguments: dict) -> str | None:
     except (ValueError, ArithmeticError, LookupError):
         return None
     return result if 0 < len(result) <= LONGEST_RESULT and result == result.strip() else None
+
+
+def offer(rng: random.Random) -> dict[str, Tool]:
+    """Every function by its own name, under the name that a provider drawn for this request gives it."""
+    return {name: CALLABLE[f"{name}_{rng.choice(PROVIDERS)}"] for name in TOOLS}
 
 
 def split_of(tool: Tool, arguments: dict) -> str:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from alar import params, runs
+from alar import domains, params, runs
 from alar.model import load, save
 from alar.params.notebooks import declared_parameters
 from alar.records import read_trajectories
@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stage.input("02_teacher_traces", "traces.jsonl")
     run_dir = runs.resolve(values["run_dir"])
     model, tokenizer = load(run_dir.joinpath(*INITIAL[options.stage]), num_latent=values.get("model_num_latent"), device="cpu")
-    examples = examples_of(options.stage, values, run_dir / "02_teacher_traces" / "traces.jsonl", Codec.of(model, tokenizer))
+    codec = Codec.of(model, tokenizer, domains.of(values["domain"]).form)
+    examples = examples_of(options.stage, values, run_dir / "02_teacher_traces" / "traces.jsonl", codec)
     config = SupervisedConfig(**{field.name: values[field.name] for field in fields(SupervisedConfig)})
     dtype = torch.bfloat16 if options.bfloat16 else None
     if first:

@@ -36,6 +36,7 @@ QWEN_PATTERN = (
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # What takes longest to learn comes most often; arithmetic is two skills in one type.
 MIXTURE = ("single", "bridge", "comparison", "comparison", "arithmetic", "arithmetic", "arithmetic")
+LEAST_FREQUENT = {"search": 0, "tool": 40}  # occurrences of a piece; the tool domain's made-up words would else be pieces
 SPARE_ROWS = 16  # of the embedding table; the first becomes the latent token
 HEAD_SIZE = 32
 SAVE_EVERY = 200  # steps
@@ -112,6 +113,7 @@ def train_tokenizer(config: PretrainConfig) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocabulary - SPARE_ROWS,
+        min_frequency=LEAST_FREQUENT[config.domain],
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

@@ -3,7 +3,7 @@
     score = max over golds of  mean_i log P(gold_i | prompt, turns, reasoning, </think> <answer>, gold_<i)
 
 after the reasoning block of the last turn; −2 where that block never closes, −100 for a question that cannot be scored
-(the second seed's MATH_LogProb reward). Scored in process or by a server, the same numbers.
+(LatentReasoning's MATH_LogProb reward). Scored in process or by a server, the same numbers.
 """
 
 from alar.baselines.logprob.reward import LogProbReward, group_normalised, mixed_rewards

@@ -25,7 +25,7 @@ class HTTPScorer(JSONClient, Scorer):
 
     error = ScorerError
     service = "scorer server"
-    parameter = "logprob_reward.url"
+    parameter = "logprob.url"
     path = "/score_batch"
     command = "python -m alar.baselines.logprob.server FOLDER --port …"
 

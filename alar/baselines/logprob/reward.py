@@ -2,9 +2,9 @@
 
     r = (1 − w) · EM + w · ŝ,    ŝ = (s − mean_G s) / std_G s
 
-with s the score of `alar.baselines.logprob.scoring` and G the rollouts of one prompt; w = 0 is exact match alone, w = 1 the
-seed's continuous reward. The published OPEN = −2 is no floor: reasoning that closes on a wrong answer scores −5 … −25, so in
-a group of wrong rollouts one that never closes is the best. Repaired, it counts as the lowest of its group.
+with s the score of `alar.baselines.logprob.scoring` and G the rollouts of one prompt; w = 0 is exact match alone, w = 1
+LatentReasoning's continuous reward. The published OPEN = −2 is no floor: reasoning that closes on a wrong answer scores
+−5 … −25, so in a group of wrong rollouts one that never closes is the best. Repaired, it counts as the lowest of its group.
 Deliberate: INVALID scores say nothing about a policy, so they take no part in a group and earn 0 there; and validation,
 greedy and one rollout a prompt, is judged by exact match.
 """

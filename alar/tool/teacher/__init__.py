@@ -17,9 +17,9 @@ that an interrupted shard which is started again goes on to the same results. `m
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Callable, Iterable, Sequence
 
 from alar.jsonl import read_jsonl, write_json, write_jsonl
 from alar.parts import files_identity, same_settings

@@ -13,13 +13,13 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Iterator, Sequence
 
 from alar.parts import checkpoint_identity
 from alar.rollout.codec import Codec
-from alar.rollout.endpoint import Endpoint, EndpointEngine, EndpointError
+from alar.rollout.endpoint import Endpoint, EndpointEngine
 from alar.rollout.engine import Engine
 from alar.rollout.engines import ENGINES, opened_engine
 from alar.rollout.loop import MODES
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{count:8} dropped: {reason}")
         else:
             print(f"{_sample(options)}: sampled; merge all shards when they are")
-    except (FileNotFoundError, ValueError, EndpointError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

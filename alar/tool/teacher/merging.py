@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean, median
-from typing import Iterator, Sequence
 
 from alar.jsonl import read_jsonl, write_json
 from alar.parts import differences
