@@ -18,10 +18,6 @@ TOOLS: dict[str, Tool] = table(
 PROVIDERS = ("oak", "elm", "ash", "fir", "yew", "pine", "palm", "cedar", "maple", "hazel", "birch", "alder")
 
 
-def provided(tool: Tool, provider: str) -> Tool:
-    return replace(tool, name=f"{tool.name}_{provider}")
-
-
 def own_name(name: str) -> tuple[str, str]:
     """(function, provider) behind a name on offer; (name, "") for a function of another world.
 
@@ -32,4 +28,6 @@ def own_name(name: str) -> tuple[str, str]:
     return (function, provider) if function in TOOLS and provider in PROVIDERS else (name, "")
 
 
-CALLABLE: dict[str, Tool] = TOOLS | table(*(provided(tool, name) for tool in TOOLS.values() for name in PROVIDERS))
+CALLABLE: dict[str, Tool] = TOOLS | table(
+    *(replace(tool, name=f"{tool.name}_{provider}") for tool in TOOLS.values() for provider in PROVIDERS)
+)

@@ -1,4 +1,4 @@
-"""What people may ask of the tool world: for every function, noun phrases with places for its arguments, and their values.
+"""What people may ask of the tool world: for 81 of its functions, noun phrases with places for its arguments, and their values.
 
 `the greatest common divisor of {a} and {b}` is a phrase; questions put it into a sentence, join it with others, or put it in
 the place of an argument of another phrase. Values are drawn at random; the facts are whatever the functions return.
