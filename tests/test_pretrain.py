@@ -37,6 +37,11 @@ def test_tags_have_three_pieces_and_digits_stand_alone(trained):
     assert len(codec.trusted("1991")) == 4
 
 
+def test_a_batch_that_cannot_be_divided_is_refused():
+    with pytest.raises(ValueError, match="pretrain.batch_size is 30: a batch is made of 4 equal parts"):
+        replace(TINY, batch_size=30)
+
+
 def test_an_interrupted_pretraining_goes_on_over_the_same_batches(trained, tmp_path, monkeypatch):
     _, whole, _ = trained
     monkeypatch.setattr(module, "SAVE_EVERY", 2)

@@ -258,6 +258,30 @@ def test_a_stage_that_another_variant_has_finished_is_taken_from_there(study):
     assert study.ran(variants=("two",), only=("01",), force=True) == ["01_latent_model"]
 
 
+def test_a_twin_has_the_same_code_parameters_and_inputs_and_whole_outputs(tmp_path):
+    parts = {"parameter epochs": "2"}
+
+    def variant(name, source):
+        """A run folder whose stage 03 has asked for a file of stage 01."""
+        folder, given = tmp_path / name / "03_aasd", tmp_path / name / "01_latent_model" / "model.txt"
+        given.parent.mkdir(parents=True)
+        given.write_text(source)
+        stages.begin(folder, parts)
+        jsonl.write_json(folder / runs.INPUTS, ["01_latent_model/model.txt"])
+        return folder
+
+    done = variant("done", "same")
+    (done / "w.txt").write_text("weights")
+    stages.finish(done, parts, 1.0)
+    alike, other = variant("alike", "same"), variant("other", "another")
+    assert stages.twin(alike, [other, done], parts) == done, "one that has not finished is none"
+    assert stages.twin(other, [done], parts) is None, "other inputs"
+    assert stages.twin(alike, [done], {"parameter epochs": "3"}) is None
+    assert stages.twin(done, [done], parts) is None
+    (done / "w.txt").write_text("altered")
+    assert stages.twin(alike, [done], parts) is None
+
+
 def test_nothing_runs_when_a_name_is_wrong(study):
     study.params("run: {name: tiny}\naasd: {epochs: 2.0, lora_rank: 4}")
     code, shown = study.run()

@@ -70,6 +70,12 @@ class PretrainConfig:
     seed: int = 0
     domain: Literal["search", "tool"] = "search"
 
+    def __post_init__(self):
+        if self.batch_size % self.parts:
+            raise ValueError(
+                f"pretrain.batch_size is {self.batch_size}: a batch is made of {self.parts} equal parts, so give a multiple"
+            )
+
     @property
     def form(self) -> protocol.Form:
         return TOOL if self.domain == "tool" else protocol.SEARCH
@@ -182,7 +188,7 @@ def batches(codec: Codec, config: PretrainConfig, first: tuple[int, int] = (0, 0
     while True:
         items = list(_encoded(codec, config, number))
         items.sort(key=lambda item: len(item[0]))
-        size = max(1, config.batch_size // config.parts)
+        size = config.batch_size // config.parts
         groups = [items[i : i + size] for i in range(0, len(items), size)]
         random.Random(f"pretraining {config.seed} {number}").shuffle(groups)
         for place, group in enumerate(groups[skipped:], start=skipped):
