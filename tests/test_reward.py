@@ -51,6 +51,15 @@ def test_repaired_rewards_equal_values_by_hand():
     assert rewards(outcome(3, 1, 4000, **WRONG), variant="repaired") == pytest.approx([-0.3 * 0.75])
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_diversity_bonus_is_scaled_by_its_weight(variant):
+    group = [outcome(2, 0), outcome(1, 1, 800), outcome(0, 2, 400), outcome(0, 4, 1600, correct=False)]
+    none, half, whole = (rewards(*group, variant=variant, step=20, diversity=weight) for weight in (0.0, 0.5, 1.0))
+    assert none == pytest.approx(rewards(*group, variant=variant, step=100))  # where d_t is 0
+    assert [h - n for h, n in zip(half, none)] == pytest.approx([(w - n) / 2 for w, n in zip(whole, none)])
+    assert whole[0] > none[0]
+
+
 def test_graded_rewards_equal_values_by_hand():
     # f = 1, ½, 0; mean ½; d_50 = ½; s_L = 1, ½, 1. ToolMind's score as a share of 1.5: all right, two calls of four, none.
     group = [
@@ -213,6 +222,8 @@ def test_malformed_members_pay_the_others_for_diversity_as_published_and_not_whe
         (dict(length_tolerance=math.nan), "length_tolerance is nan"),
         (dict(alpha=-0.1), "alpha is -0.1"),
         (dict(alpha=math.nan), "alpha is nan"),
+        (dict(diversity=-1), "diversity is -1"),
+        (dict(diversity=math.inf), "diversity is inf"),
     ],
 )
 def test_impossible_settings_are_named_in_the_error(options, message):

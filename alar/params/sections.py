@@ -37,6 +37,7 @@ OWN_SECTION = {
     "14_dual_vocabulary": "dual_vocabulary",
     "15_static_evaluation": "static",
     "16_logprob_reward": "logprob",
+    "17_ablations": "ablations",
 }
 
 # Notebooks that are no part of the study itself: they run when `--only` or a variant's `only` names them, and in the search
@@ -50,6 +51,7 @@ ON_REQUEST = (
     "14_dual_vocabulary",
     "15_static_evaluation",
     "16_logprob_reward",
+    "17_ablations",
 )
 
 
@@ -130,6 +132,7 @@ class Aasd(Supervised):
 
 class Warmup(Supervised):
     latent_probability: Share = 0.5
+    epochs: Annotated[float, Field(ge=0)] = 1.5  # 0 = no warm-up: stage 1's model goes on as it is
 
 
 class Rl(Section):
@@ -146,6 +149,7 @@ class Rl(Section):
     clip_high: Share = 0.2
     alpha: Annotated[float, Field(ge=0)] = 0.15  # published: 0.3
     length_tolerance: Annotated[float, Field(ge=0)] = 0.0  # characters; 0 = the base's median think length
+    diversity: Annotated[float, Field(ge=0)] = 1.0  # weight of the diversity bonus; 0 = none
     variant: Literal["published", "repaired"] = "repaired"
     judge: Literal["official", "toolmind"] = "official"  # of the tool domain; "toolmind": its dense score is the reward
     norm_adv_by_std: bool = False  # published: True; without, alpha is what a latent turn is worth in any group
@@ -183,11 +187,18 @@ class Eval(Section):
     questions: Count = 1600
     control_questions: Count = 240
     oracle_questions: Count = 160
+    systems: list[Literal["stage1", "warmup", "alar", "alar-think", "alar-latent"]] = []  # beside the base; [] = all
     sets: Annotated[list[str], Field(min_length=1)] = ["real"]
     questions_file: Location = ""
     bootstrap: Annotated[int, Field(ge=100)] = 10000
     controls: bool = True
     oracle: bool = True
+
+    def inconsistencies(self):
+        if self.checkpoint and self.systems:
+            return [("systems", f"{self.systems} are the run's own, but eval.checkpoint names another model, which is evaluated "
+                                "alone; leave one of the two out")]
+        return []
 
 
 class Figures(Section):
@@ -252,6 +263,13 @@ class Serving(Section):
     turns: Count = 128  # per measurement; fewer where few are written at once
 
 
+class Ablations(Section):
+    """Notebook 17 gathers what other variants of its parameter file have measured."""
+
+    compared: list[str] = []  # names of variants, in the order of the table; the same setting may come with several seeds
+    reference: str = "reference"  # the variant that differences are taken to
+
+
 class Experiment(Section):
     """Everything one parameter file says about one run (or about one of its variants)."""
 
@@ -276,6 +294,7 @@ class Experiment(Section):
     dual_vocabulary: DualVocabulary = DualVocabulary()
     logprob: Logprob = Logprob()
     tokenskip: Tokenskip = Tokenskip()
+    ablations: Ablations = Ablations()
     only: tuple[str, ...] = Field(default=(), exclude=True)  # stages a variant is limited to
     stated: tuple[tuple[str, str, str], ...] = Field(default=(), exclude=True)  # (section, key, where) in the files
 

@@ -25,6 +25,7 @@ class RLConfig:
     clip_high: float = 0.2
     alpha: float = 0.3
     length_tolerance: float = 400.0
+    diversity: float = 1.0  # weight of the diversity bonus
     variant: str = "repaired"
     norm_adv_by_std: bool = True  # False: advantages keep the rewards' scale (Dr. GRPO)
     credit: str = "turn"

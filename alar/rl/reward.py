@@ -5,7 +5,9 @@ For one trajectory of a group G, with f the share of latent turns among its reas
     published   −1 if malformed, else  s_L · (r_fmt + r_div),   r_fmt = 1 + α·f if correct else −α·f
     repaired    −1 if malformed,  −α·f if wrong,                s_L · (1 + α·f) + r_div if correct
 
-    r_div = d_t · |f − mean_G f|,   d_t = ½ (1 + cos(π t / T)),   s_L = min(1, L / think_length)
+    r_div = δ · d_t · |f − mean_G f|,   d_t = ½ (1 + cos(π t / T)),   s_L = min(1, L / think_length)
+
+δ is 1 as published; 0 switches the bonus off, as an L that no text reaches does with the length scale.
 
 An environment may grade its trajectories (the tool domain's dense score). The grade then stands in place of the 1 of a correct
 trajectory and of the 0 of a wrong one.
@@ -79,12 +81,13 @@ def shaped_rewards(
     total_steps: int,
     alpha: float = 0.3,
     length_tolerance: float = 400.0,
+    diversity: float = 1.0,
     variant: str = "published",
 ) -> list[float]:
     """Reward of every outcome, in their order; groups may be mixed and of any size.
 
-    `length_tolerance` is L in characters (published: 400 for search, 1600 for tools). Raises ValueError for an unknown
-    variant, a step outside the schedule, a negative α or an L that is not a positive number.
+    `length_tolerance` is L in characters (published: 400 for search, 1600 for tools), `diversity` is δ. Raises ValueError for an
+    unknown variant, a step outside the schedule, a negative α or δ, or an L that is not a positive number.
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant {variant!r} is unknown: choose one of {', '.join(VARIANTS)}")
@@ -92,7 +95,9 @@ def shaped_rewards(
         raise ValueError(f"alpha is {alpha}: it must be a number of at least 0")
     if not (math.isfinite(length_tolerance) and length_tolerance > 0):
         raise ValueError(f"length_tolerance is {length_tolerance}: it must be a positive number of characters")
-    weight = diversity_weight(step, total_steps)
+    if not (math.isfinite(diversity) and diversity >= 0):
+        raise ValueError(f"diversity is {diversity}: it must be a number of at least 0")
+    weight = diversity * diversity_weight(step, total_steps)
     repaired = variant == "repaired"
 
     shares = defaultdict(list)  # of the members that the group's mean counts
@@ -106,12 +111,12 @@ def shaped_rewards(
             return MALFORMED
         share = outcome.latent_share
         length_scale = min(1.0, length_tolerance / outcome.think_length) if outcome.think_length else 1.0
-        diversity = weight * abs(share - means[outcome.group])
+        bonus = weight * abs(share - means[outcome.group])
         if not repaired:
-            return length_scale * (outcome.worth + (alpha * share if outcome.correct else -alpha * share) + diversity)
+            return length_scale * (outcome.worth + (alpha * share if outcome.correct else -alpha * share) + bonus)
         if not outcome.correct:
             return outcome.worth - alpha * share
-        return length_scale * (outcome.worth + alpha * share) + diversity
+        return length_scale * (outcome.worth + alpha * share) + bonus
 
     return [reward(outcome) for outcome in outcomes]
 

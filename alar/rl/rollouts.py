@@ -128,6 +128,7 @@ def rewards_of(summaries: Sequence[Summary], groups: Sequence[Hashable], config:
         total_steps=config.steps,
         alpha=config.alpha,
         length_tolerance=config.length_tolerance,
+        diversity=config.diversity,
         variant=config.variant,
     )
 
