@@ -209,6 +209,22 @@ RATIOS = Table(
     },
 )
 
+ABLATIONS = Table(
+    "ablations",
+    "ablations.csv",
+    "17_ablations (alar.ablations.compare)",
+    {
+        **dict.fromkeys(("setting", "system"), "text"),
+        **_numbers("seeds", "n"),
+        **_interval("accuracy"),
+        **_interval("accuracy_difference"),
+        **_numbers("difference_lowest", "difference_highest"),  # of the single seeds
+        **_interval("tokens"),
+        **_interval("token_reduction"),
+        **_numbers("latent_share", "explicit_difference", "mutual_information"),
+    },
+)
+
 _KINDS = {
     "text": lambda column: dtypes.is_string_dtype(column) or isinstance(column.dtype, pd.CategoricalDtype),
     "number": lambda column: dtypes.is_numeric_dtype(column) and not dtypes.is_bool_dtype(column),

@@ -135,7 +135,20 @@ def skipped() -> pd.DataFrame:
     return pd.DataFrame(rows)[list(tables.RATIOS.columns)]
 
 
+def ablated() -> pd.DataFrame:
+    rows = []
+    for system, changed in {"stage1": "model.num_latent 0", "alar": "rl.alpha 0.3"}.items():
+        for place, setting in enumerate(("as the reference", changed)):
+            row = dict.fromkeys(tables.ABLATIONS.columns, 0.1)
+            row |= {"setting": setting, "system": system, "n": 400, "seeds": 1 + 2 * place}
+            for name, value, reach in (("accuracy", 0.6 - 0.2 * place, 0.03), ("tokens", 90.0 - 20 * place, 3.0)):
+                row |= {name: value, f"{name}_low": value - reach, f"{name}_high": value + reach}
+            rows.append(row)
+    return pd.DataFrame(rows)[list(tables.ABLATIONS.columns)]
+
+
 DRAWINGS = {
+    "ablations": lambda: figures.ablations(ablated()),
     "accuracy_against_tokens": lambda: figures.accuracy_against_tokens(summary()),
     "stages": lambda: figures.stages(summary()),
     "question_types": lambda: figures.question_types(summary()),

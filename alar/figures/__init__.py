@@ -8,6 +8,7 @@ numbers in it; `save` writes both. Colours, sizes and the file formats are in `s
     figures.save(figure, table, "figures", "stages")
 """
 
+from alar.figures.ablations import ablations
 from alar.figures.methods import methods, ratios
 from alar.figures.modes import latent_share, trajectory
 from alar.figures.results import accuracy_against_tokens, controls, oracle, question_types, stages
@@ -18,6 +19,7 @@ from alar.figures.training import LiveDynamics, dynamics, lengths, losses, rewar
 
 __all__ = [
     "LiveDynamics",
+    "ablations",
     "accuracy_against_tokens",
     "controls",
     "dynamics",
