@@ -147,6 +147,15 @@ def test_self_training_on_gsm8k_lacks_its_base_and_its_dataset_only(examined, ro
     assert "hf download Qwen/Qwen2.5-3B-Instruct" in found[0] and "load('gsm8k')" in found[1]
 
 
+def test_tokenskip_on_math_lacks_its_base_its_dataset_and_the_scorer_of_words(examined, roomy):
+    code, lines = examined("tokenskip-math.yaml", only=("01", "12"))
+    found = missing(lines)
+    assert code == 2 and len(found) == 3, found
+    for line, named in zip(found, ("Qwen/Qwen3-4B-Thinking-2507", "load('math')", "llmlingua-2-xlm-roberta-large-meetingbank")):
+        assert named in line
+    assert any("12_tokenskip, at most" in line for line in lines)
+
+
 @pytest.mark.parametrize("file", ["paper-search-3b.yaml", "paper-search-7b.yaml", "paper-tool-4b.yaml"])
 def test_a_paper_file_lists_what_is_missing_and_connects_to_the_retrieval_server_alone(examined, roomy, monkeypatch, file):
     asked = []

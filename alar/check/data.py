@@ -23,6 +23,7 @@ TRAINING_SET = "nq_hotpotqa_train"
 # Sizes of downloads: 21,015,324 passages · 768 · 4 bytes of index, which is joined from parts of the same size; the rest
 # rounded up from the hub's listings.
 INDEX_BYTES, CORPUS_BYTES, SET_BYTES, E5_BYTES = 21_015_324 * 768 * 4, 20 * 10**9, 10**8, 450_000_000
+LINGUA_BYTES = 2_240_000_000  # XLM-RoBERTa large in float32
 TOOLMIND_BYTES = 10 * 10**9
 GET_CORPUS = (f"hf download PeterJinGo/wiki-18-corpus {CORPUS_FILE}.gz --repo-type dataset --local-dir {WIKI18} && "
               f"gunzip {WIKI18}/{CORPUS_FILE}.gz")
@@ -115,6 +116,12 @@ def encoder(name: str) -> Item:
     """The text encoder of the retriever."""
     missing = "" if Path(name).is_dir() else missing_from_cache(name)
     return Item(f"text encoder {name}", missing, f"hf download {name}", E5_BYTES)
+
+
+def word_scorer(name: str) -> Item:
+    """The classifier of LLMLingua-2."""
+    missing = "" if Path(name).is_dir() else missing_from_cache(name)
+    return Item(f"word scorer {name}", missing, f"hf download {name}", LINGUA_BYTES)
 
 
 def wikipedia(experiment: Experiment, root: Path) -> list[Item]:

@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass
 
 from alar.check.sizes import Size
+from alar.params.baselines import SelfTraining, Tokenskip
 from alar.params.sections import Experiment
 
 GIB = 2**30
@@ -85,25 +86,28 @@ def needs(experiment: Experiment, size: Size, domain: str, stages: frozenset[str
             trainable = size.trainable(section.trainable, section.lora_rank)
             rows = section.batch_size
             found.append(Need(name, training(size, trainable, tokens=rows * tokens, scored=rows * scored)))
-    if "13" in stages:
-        found += _self_training(experiment, size, tokens)
+    for name, section in {"12_tokenskip": experiment.tokenskip, "13_self_training": experiment.self_training}.items():
+        if name[:2] in stages:
+            found += _sampled_and_trained(name, section, experiment, size, tokens)
     if "05" in stages:
         found.append(_reinforcement(experiment, size, tokens, scored, gpus))
     return found
 
 
-def _self_training(experiment: Experiment, size: Size, tokens: int) -> list[Need]:
-    """Samples, behind exemplars as long as whole trajectories, and the training on them."""
-    given, turns = experiment.self_training, experiment.rollout.max_turns
+def _sampled_and_trained(
+    name: str, given: Tokenskip | SelfTraining, experiment: Experiment, size: Size, tokens: int
+) -> list[Need]:
+    """Samples, behind exemplars as long as whole trajectories if there are any, and the training on them."""
+    turns = experiment.rollout.max_turns
     if given.dataset:
         tokens, turns = PROMPT_TOKENS["search"] + experiment.rollout.max_new_tokens, 1
     vllm = experiment.rollout.engine == "vllm"
     rows = min(experiment.rollout.batch_size, VLLM_SEQUENCES) if vllm else experiment.rollout.batch_size
-    longest = min(size.positions, (1 + given.exemplars) * tokens)
+    longest = min(size.positions, (1 + getattr(given, "exemplars", 0)) * tokens)
     trainable, scored = size.trainable(given.trainable, given.lora_rank), turns * experiment.rollout.max_new_tokens
     return [
-        Need("13, samples", decoding(size, rows, longest, itemsize=2 if vllm else 4)),
-        Need("13_self_training", training(size, trainable, tokens=given.batch_size * tokens, scored=given.batch_size * scored)),
+        Need(f"{name[:2]}, samples", decoding(size, rows, longest, itemsize=2 if vllm else 4)),
+        Need(name, training(size, trainable, tokens=given.batch_size * tokens, scored=given.batch_size * scored)),
     ]
 
 

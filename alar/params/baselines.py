@@ -47,7 +47,7 @@ class SelfTraining(Supervised):
     epochs: Annotated[float, Field(gt=0)] = 3.0
 
     def inconsistencies(self):
-        if self.dataset.endswith((".jsonl", ".json", ".parquet")) and not self.test_dataset:
+        if _one_split(self.dataset) and not self.test_dataset:
             return [("test_dataset", "is empty, but self_training.dataset is a file, which has one split: name another file")]
         return []
 
@@ -106,6 +106,9 @@ class Tokenskip(Supervised):
     """Notebook 12. Ratios are shares of a chain of thought's tokens."""
 
     max_examples: CountOrNone = 1600
+    checkpoint: Location = ""  # a model folder to start from; "" = notebook 01's base
+    dataset: LocationOrName = ""  # "" = the search domain; "arithmetic", "math", …, or a file
+    test_dataset: LocationOrName = ""  # "" = the test split of `dataset`; a file needs another one
     samples: CountOrNone = 0  # per question; 0 = the run's teacher traces instead. Published: 1 at temperature 0
     questions: Count = 400  # sampled from, about `worlds`
     worlds: Count = 12
@@ -130,8 +133,18 @@ class Tokenskip(Supervised):
         if missing:
             found.append(("train_ratios", f"{', '.join(map(str, missing))} cannot be trained, because it is not among "
                                           f"compress_ratios {self.compress_ratios}"))
+        if self.samples == 0 and (self.dataset or self.checkpoint):
+            given = "dataset" if self.dataset else "checkpoint"
+            found.append(("samples", f"is 0, which takes the study's own traces; tokenskip.{given} needs samples of its own, "
+                                     "such as 8"))
+        if _one_split(self.dataset) and not self.test_dataset:
+            found.append(("test_dataset", "is empty, but tokenskip.dataset is a file, which has one split: name another file"))
         if self.samples > 1 and self.temperature == 0:
             found.append(("samples", f"{self.samples} at temperature 0 are all the same; use 1, or a temperature"))
         if self.skip and not self.reuse_from:
             found.append(("skip", "names finished steps; say in tokenskip.reuse_from which folder holds them"))
         return found
+
+
+def _one_split(dataset: str) -> bool:
+    return dataset.endswith((".jsonl", ".json", ".parquet"))
