@@ -147,6 +147,14 @@ def test_self_training_on_gsm8k_lacks_its_base_and_its_dataset_only(examined, ro
     assert "hf download Qwen/Qwen2.5-3B-Instruct" in found[0] and "load('gsm8k')" in found[1]
 
 
+def test_the_dual_models_lack_their_bases_and_their_datasets(examined, roomy):
+    code, lines = examined("dual-metamathqa.yaml")
+    found = "\n".join(missing(lines))
+    assert code == 2
+    for named in ("Qwen/Qwen2.5-3B-Instruct", "Qwen/Qwen3-4B-Thinking-2507", "load('metamathqa')", "load('math')"):
+        assert named in found
+
+
 def test_tokenskip_on_math_lacks_its_base_its_dataset_and_the_scorer_of_words(examined, roomy):
     code, lines = examined("tokenskip-math.yaml", only=("01", "12"))
     found = missing(lines)

@@ -1,5 +1,6 @@
 """The dual vocabulary against slow reference computations, on small random models whose embeddings are tied and untied."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -33,6 +34,7 @@ from alar.rollout.constraint import PhaseConstraint, control_ids
 from alar.rollout.engine import Sampling, TurnRequest, TurnWriter
 from alar.rollout.engines import opened_engine
 from alar.rollout.hf import HFEngine
+from alar.rollout.loop import run
 from alar.rollout.vllm.turns import TurnOptions, _codec, open_turn
 from alar.search.environment import SearchEnvironment
 from alar.search.questions import validation_questions
@@ -431,6 +433,34 @@ def test_lora_on_attention_is_standard_training_by_construction(base, dual_of, t
 def test_rows_need_a_dual_vocabulary(base):
     with pytest.raises(ValueError, match="no dual vocabulary"):
         trainable_model(read_base(base()), "rows", lora_rank=4, lora_alpha=8)
+
+
+def test_rl_on_mirrors_alone_leaves_the_visible_tokens_without_loss(dual_of, tmp_path):
+    model, tokenizer = load(dual_of(True, True, 5.0))
+    dual, asked = model.dual_vocab, validation_questions(4)
+    config = RLConfig(
+        steps=1, prompts_per_step=2, group_size=2, explore_fraction=0.0, credit="trajectory", gradient_accumulation=2,
+        trainable="lora+rows", max_turns=2, max_new_tokens=16, validation_every=0, latent_only=True,
+    )  # fmt: skip
+    trainer = ARGRPO(model, tokenizer, SearchEnvironment(topk=1), asked, asked, config, folder=tmp_path)
+    sampling = Sampling(16, 1.0, stop=trainer.environment.stop)
+    trajectories = run(asked, trainer.engine, trainer.environment, sampling, modes="think", max_turns=2, batch_size=4, seed=0)
+    batch = make_batch(trajectories, [[1.0] * len(t.ids) for t in trajectories], 0, trainer.engine.codec, latent_only=True)
+    trained = set(batch.ids[batch.mask].tolist())
+    assert trained and all(map(dual.is_mirror, trained))
+    sampled = [i for t in trajectories for i, o in zip(t.ids, t.origins) if o == Origin.SAMPLED]
+    assert batch.mask.sum() == sum(map(dual.is_mirror, sampled)) < len(sampled)
+    silent = dataclasses.replace(trajectories[0], origins=[Origin.PROMPT] * len(trajectories[0].ids))
+    assert trainer._update([silent], [[1.0] * len(silent.ids)])["loss"] == 0.0  # nothing to train is no NaN
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+def test_rl_on_mirrors_needs_a_dual_vocabulary(base, tmp_path):
+    config = RLConfig(prompts_per_step=1, latent_only=True)
+    asked = validation_questions(1)
+    model = read_base(base())
+    with pytest.raises(ValueError, match="this model has none"):
+        ARGRPO(model, load(base())[1], SearchEnvironment(topk=1), asked, asked, config, folder=tmp_path)
 
 
 def test_rl_scores_what_was_sampled_under_the_constraint_and_trains_the_rows(dual_of, tmp_path):

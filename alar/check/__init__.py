@@ -154,6 +154,8 @@ def _data(experiment: Experiment, size: Size | None, domain: str, stages: frozen
             items.append(data.word_scorer(experiment.tokenskip.scorer_model))
     if "13" in stages:
         items += data.answer_sets([experiment.self_training.dataset, experiment.self_training.test_dataset])
+    if "14" in stages:
+        items += data.answer_sets([experiment.dual_vocabulary.dataset, experiment.dual_vocabulary.test_dataset])
     if "15" in stages:
         items += data.answer_sets(experiment.static.sets)
     items += [data.location(section, key, value, experiment) for section, key, value in absent]

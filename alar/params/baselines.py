@@ -70,7 +70,7 @@ class Static(Section):
 class DualVocabulary(Supervised):
     """Notebook 14. What it does not name, RL takes from `rl`."""
 
-    methods: Annotated[list[Literal["text", "dual", "latent_only"]], Field(min_length=1)] = ["text", "dual", "latent_only"]
+    methods: list[Literal["text", "dual", "latent_only"]] = ["text", "dual", "latent_only"]  # trained on traces; [] = none
     vocabulary: Literal["full_copy", "subset"] = "full_copy"
     subset_size: CountOrNone = 0  # mirrors of a subset; 0 = every token that the thoughts use
     think_missing: Literal["error", "add", "clone_eos", "literal"] = "literal"
@@ -81,7 +81,18 @@ class DualVocabulary(Supervised):
     batch_size: Count = 8
     max_examples: CountOrNone = 800
     checked: Count = 16  # traces on which the ln 2 identity is measured
-    steps: CountOrNone = 8  # of RL, from "dual"; 0 = none
+    steps: CountOrNone = 8  # of RL, from "dual", or from the untrained copy where `methods` is empty; 0 = none
+    latent_only_rl: bool = False  # its loss on mirrors alone
+    dataset: LocationOrName = ""  # "" = the search domain; "arithmetic", "metamathqa", …, or a file
+    test_dataset: LocationOrName = ""  # "" = the test split of `dataset`; a file needs another one
+    questions: Count = 400  # of a dataset, whose answers are the traces
+
+    def inconsistencies(self):
+        if _one_split(self.dataset) and not self.test_dataset:
+            return [("test_dataset", "is empty, but dual_vocabulary.dataset is a file, which has one split: name another file")]
+        if not self.methods and not self.steps:
+            return [("methods", "is empty and dual_vocabulary.steps is 0: nothing would be trained")]
+        return []
 
 
 class Logprob(Section):

@@ -37,6 +37,7 @@ class RLConfig:
     lora_rank: int = 16
     lora_alpha: int = 32
     train_projector: bool = False
+    latent_only: bool = False  # of a dual vocabulary: the loss on mirrors alone
     gradient_accumulation: int = 4
     max_turns: int = 6
     max_new_tokens: int = 256

@@ -60,11 +60,21 @@ class Batch:
         return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
 
+def carries_loss(trajectory: Trajectory, codec: Codec | None = None, latent_only: bool = False) -> list[bool]:
+    """Which tokens are trained: the SAMPLED ones, and with `latent_only` of these the mirrors of the codec's dual vocabulary."""
+    sampled = [origin == Origin.SAMPLED for origin in trajectory.origins]
+    return [s and codec.dual.is_mirror(i) for s, i in zip(sampled, trajectory.ids)] if latent_only else sampled
+
+
 def make_batch(
-    trajectories: Sequence[Trajectory], advantages: Sequence[Sequence[float]], pad: int, codec: Codec | None = None
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[Sequence[float]],
+    pad: int,
+    codec: Codec | None = None,
+    latent_only: bool = False,
 ) -> Batch:
-    """`advantages` holds one value per token of each trajectory. The mask is 1 on SAMPLED tokens only. `codec` is needed
-    where a dual vocabulary constrains the policy."""
+    """`advantages` holds one value per token of each trajectory; the mask is `carries_loss`. `codec` is needed where a dual
+    vocabulary constrains the policy."""
     width = max(len(t.ids) for t in trajectories)
 
     def table(values: Sequence[Sequence], fill, dtype) -> torch.Tensor:
@@ -75,7 +85,7 @@ def make_batch(
         table([t.ids for t in trajectories], pad, torch.long),
         table([[1] * len(t.ids) for t in trajectories], 0, torch.long),
         table([[0.0 if lp != lp else lp for lp in t.logprobs] for t in trajectories], 0.0, torch.float32),
-        table([[o == Origin.SAMPLED for o in t.origins] for t in trajectories], False, torch.bool),
+        table([carries_loss(t, codec, latent_only) for t in trajectories], False, torch.bool),
         table(advantages, 0.0, torch.float32),
         torch.cat(z) if z else torch.zeros(0, 0),
         table([phases_of(t, codec) if codec and codec.dual else [0] * len(t.ids) for t in trajectories], 0, torch.long),
@@ -124,6 +134,8 @@ class ARGRPO:
         self.optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=0.0)
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         self.engine = HFEngine(base, tokenizer)
+        if config.latent_only and self.engine.codec.dual is None:
+            raise ValueError("rl.latent_only trains the mirrors of a dual vocabulary, and this model has none")
         off_policy = config.length_reward and config.length_reward.off_policy
         self.sampler = HFEngine(self.reference, tokenizer) if off_policy else self.engine
         self.scorer = scorer_of(config.logprob_reward, self.reference, tokenizer, environment.form)
@@ -181,13 +193,16 @@ class ARGRPO:
         )
         size = -(-len(order) // config.gradient_accumulation)
         parts = [order[i : i + size] for i in range(0, len(order), size)]
-        total = sum(t.count(Origin.SAMPLED) for t in trajectories)
+        codec, latent_only = self.engine.codec, config.latent_only
+        total = sum(sum(carries_loss(t, codec, latent_only)) for t in trajectories)
         sums = {"loss": 0.0, "kl": 0.0, "clip_fraction": 0.0, "ratio_error": 0.0}
         self.optimizer.zero_grad()
         for part in parts:
             batch = make_batch(
-                [trajectories[i] for i in part], [advantages[i] for i in part], self.tokenizer.pad_token_id, self.engine.codec
+                [trajectories[i] for i in part], [advantages[i] for i in part], self.tokenizer.pad_token_id, codec, latent_only
             ).to(self.engine.device)
+            if not batch.mask.any():  # rollouts without a mirror, where only these are trained
+                continue
             scoring = {"temperature": config.temperature, "latents": config.latents, "constraint": self.engine.constraint}
             logprobs = token_logprobs(self.model, batch, **scoring)
             with torch.no_grad():
