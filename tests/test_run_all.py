@@ -177,15 +177,17 @@ def test_a_broken_environment_is_made_again(run_all, tmp_path):
     assert run_all.make_venv(venv).stat().st_mtime_ns == before, "a working one is kept"
 
 
-@pytest.mark.parametrize(("test", "code"), [("def test_a(): pass", 0), ("def test_a(): assert 0", 1)])
-def test_tests_end_with_pytests_closing_line_and_code(run_all, tmp_path, capfd, test, code):
+@pytest.mark.parametrize(("test", "full", "code", "closing"), [
+    ("def test_a(): pass", False, 0, "1 passed, 1 deselected"),
+    ("def test_a(): pass", True, 1, "1 failed, 1 passed"),
+    ("def test_a(): assert 0", False, 1, "1 failed, 1 deselected"),
+])
+def test_tests_end_with_pytests_closing_line_and_code(run_all, tmp_path, capfd, test, full, code, closing):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_x.py").write_text(
         f"import pytest\n{test}\n@pytest.mark.full\ndef test_long(): assert 0\n")
-    assert run_all.run_tests(full=False) == code
-    closing = capfd.readouterr().out.strip().splitlines()[-1]
-    assert "1 deselected" in closing and ("1 failed" if code else "1 passed") in closing
-    assert run_all.run_tests(full=True) == 1
+    assert run_all.run_tests(full=full) == code
+    assert closing in capfd.readouterr().out.strip().splitlines()[-1]
 
 
 def test_the_command_line_reaches_the_runner(run_all, monkeypatch, tmp_path):

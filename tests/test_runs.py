@@ -485,26 +485,25 @@ def test_publishing_writes_figures_and_small_pages(study, tmp_path):
         "(stage.folder / 'report.html').write_text('x')"])
     (study.root / "figures").mkdir()
     (study.root / "figures" / "old.png").write_text("gone")
-    code, shown = study.run(publish=True)
+    elsewhere = {"publish": True, "run_dir": tmp_path / "elsewhere"}
+    code, shown = study.run(**elsewhere)
     assert code == 0, shown
     assert sorted(p.name for p in (study.root / "figures").iterdir()) == ["a.csv", "a.png", "a.svg", "z.csv"]
     pages = sorted((study.root / "notebooks" / "executed").iterdir())
     assert [p.name[:2] for p in pages] == ["01", "03", "07", "08", "la"], "the last one is the report"
     text = pages[2].read_text()
     assert "data:image/png;base64" in text and "<title>07_figures</title>" in text
-    assert str(study.root) not in text
+    assert str(tmp_path) not in "".join(p.read_text() for p in pages) and "runs/elsewhere/search/07_figures" in text
     before = [p.read_bytes() for p in pages]
-    assert study.run(publish=True)[0] == 0
+    assert study.run(**elsewhere)[0] == 0
     assert [p.read_bytes() for p in pages] == before, "publishing twice changes nothing"
-    assert study.run(publish=True, run_dir=tmp_path / "elsewhere")[0] == 0
-    text = "".join(p.read_text() for p in pages)
-    assert str(tmp_path) not in text and "runs/elsewhere/search/07_figures" in text
 
 
 def test_publishing_too_much_is_refused(study, monkeypatch):
     from alar.runs import publish
 
     monkeypatch.setattr(publish, "LIMIT", 1000)
-    code, shown = study.run(publish=True)
-    assert code == 1 and "so nothing was published" in shown and "03_aasd.html" in shown
+    study.write_notebook(study.run_dir / "executed" / "03_aasd.ipynb", PARAMETERS)
+    with pytest.raises(runs.RunError, match="so nothing was published.*03_aasd.html"):
+        publish.publish([("search", study.run_dir)], study.root)
     assert not (study.root / "figures").exists()

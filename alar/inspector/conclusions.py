@@ -40,8 +40,8 @@ def kinds(summary: pd.DataFrame) -> list[str]:
     if rows.empty:
         return []
     row = rows.iloc[0]
-    moved = (f"With the z of a turn that searched where this one answers, or the reverse, the policy does as the donor did in "
-             f"{_percent(row)} of the turns (random control {_percent(row, 'control', 'control_low', 'control_high')})")
+    moved = (f"With the z of a turn that searched or called where this one answers, or the reverse, the policy does as the donor "
+             f"did in {_percent(row)} of the turns (random control {_percent(row, 'control', 'control_low', 'control_high')})")
     if _above(rows)[row.name]:
         return [f"{moved}: z carries what kind of action comes next."]
     return [f"{moved}: that z carries the kind of the next action is not shown."]

@@ -31,6 +31,7 @@ TARGET_NAMES = {
     "hard": "Hard or easy turn",
     "query_entity": "Next query's entity",
     "function": "Next function",
+    "provider": "Next function's provider",
     "bridge_entity": "Bridge entity",
     "number": "Size of the answer",
 }
