@@ -82,6 +82,8 @@ def test_every_example_comes_once_per_epoch_and_batches_are_alike():
     assert first != second and len(first) == len(sampler)
     mixed = sum(len({examples[i].num_blocks for i in batch}) > 1 for batch in first)
     assert mixed < len(first) / 2
+    as_they_come = list(SimilarBatches(examples, 16, seed=0, pool=1))
+    assert all(len({examples[i].num_blocks for i in batch}) > 1 for batch in as_they_come)
 
 
 def test_padding_carries_neither_attention_nor_loss():

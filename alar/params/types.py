@@ -38,4 +38,5 @@ class Supervised(Section):
     trainable: Literal["lora", "full"] = "full"  # the embedded model is small enough
     lora_rank: Count = 16
     lora_alpha: Count = 32
+    batch_pool: Count = 16  # batches among which examples of similar shape are put together; 1 = batches as they come
     max_examples: CountOrNone = 0  # 0 = all

@@ -40,6 +40,7 @@ class SupervisedConfig:
     trainable: str = "lora"  # "lora" | "full", and of a dual vocabulary: "rows" | "lora+rows"
     lora_rank: int = 16
     lora_alpha: int = 32
+    batch_pool: int = 16  # batches among which examples of similar shape are put together; 1: batches as they come
     seed: int = 0
 
     def steps(self, examples: int, processes: int = 1) -> int:
@@ -94,13 +95,13 @@ def merged(model):
 class LatentTrainer(Trainer):
     """Trainer with batches of similar shape; the loss is the model's own."""
 
-    def __init__(self, *args, examples: Sequence[Example], latent_gradient: str, **kwargs):
+    def __init__(self, *args, examples: Sequence[Example], latent_gradient: str, batch_pool: int, **kwargs):
         super().__init__(*args, **kwargs)
-        self.examples, self.latent_gradient = examples, latent_gradient
+        self.examples, self.latent_gradient, self.batch_pool = examples, latent_gradient, batch_pool
 
     def get_train_dataloader(self) -> DataLoader:
         share = {"rank": self.args.process_index, "processes": self.args.world_size}
-        sampler = SimilarBatches(self.examples, self.args.train_batch_size, self.args.seed, **share)
+        sampler = SimilarBatches(self.examples, self.args.train_batch_size, self.args.seed, self.batch_pool, **share)
         return DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -187,6 +188,7 @@ def train(
             callbacks=[_Report(log)],
             examples=examples,
             latent_gradient=config.latent_gradient,
+        batch_pool=config.batch_pool,
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
