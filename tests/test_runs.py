@@ -499,6 +499,33 @@ def test_publishing_writes_figures_and_small_pages(study, tmp_path):
     assert [p.read_bytes() for p in pages] == before, "publishing twice changes nothing"
 
 
+def test_a_notebook_on_request_is_published_beside_the_study_and_leaves_it_alone(study):
+    from alar.runs import publish
+
+    study.write_notebook(study.run_dir / "executed" / "17_ablations.ipynb", PARAMETERS)
+    drawn = study.run_dir / "17_ablations"
+    drawn.mkdir()
+    for name in ("ablations_figure.png", "ablations_figure.csv", "types.csv"):
+        (drawn / name).write_text("x")
+    mine = study.root / "figures"
+    (mine / "17_ablations").mkdir(parents=True)
+    (mine / "17_ablations" / "old.svg").write_text("gone")
+    (mine / "stages.png").write_text("the study's")
+    publish.publish([("search", study.run_dir)], study.root)
+    assert sorted(p.name for p in mine.iterdir()) == ["17_ablations", "stages.png"]
+    assert sorted(p.name for p in (mine / "17_ablations").iterdir()) == ["ablations_figure.csv", "ablations_figure.png"]
+    assert [p.name for p in (study.root / "notebooks" / "executed").iterdir()] == ["17_ablations.html"]
+
+
+def test_a_run_without_figures_says_how_to_draw_them(study):
+    from alar.runs import publish
+
+    (study.run_dir / "08_latent_inspector").mkdir(parents=True)
+    (study.run_dir / "08_latent_inspector" / "lens.png").write_text("the study's, which notebook 07 has not drawn")
+    with pytest.raises(runs.RunError, match="run stage 07 first"):
+        publish.publish([("search", study.run_dir)], study.root)
+
+
 def test_publishing_too_much_is_refused(study, monkeypatch):
     from alar.runs import publish
 

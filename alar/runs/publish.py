@@ -1,9 +1,10 @@
 """`--publish`: the figures and the executed notebooks of a finished run, as files for the repository.
 
-`figures/` gets what stages 07 and 08 wrote; `notebooks/executed/` gets one HTML page per notebook, which needs a network for its
-formulas only (MathJax), with images reduced and without widgets, timestamps or machine paths, so that publishing the same run
-twice changes nothing, and the report of the latent inspector. The search domain is published at the top, any other in a folder
-of its name. More than 5 MB of pages is an error.
+`figures/` gets what stages 07 and 08 wrote, and below it a folder for each notebook on request that drew figures;
+`notebooks/executed/` gets one HTML page per notebook, which needs a network for its formulas only (MathJax), with images
+reduced and without widgets, timestamps or machine paths, so that publishing the same run twice changes nothing, and the
+report of the latent inspector. The search domain is published at the top, any other in a folder of its name. More than 5 MB
+of pages is an error.
 """
 
 import base64
@@ -16,12 +17,13 @@ import nbformat
 
 from alar import runs
 from alar.jsonl import replacing
+from alar.params.sections import ON_REQUEST
 
 LIMIT = 5 * 2**20  # bytes of HTML in all
 IMAGE_WIDTH = 900  # pixels
 WIDGET = "application/vnd.jupyter.widget-view+json"
 TOP_DOMAIN = "search"
-FIGURE_STAGES = ("07_figures", "08_latent_inspector")  # the first one must be there
+FIGURE_STAGES = ("07_figures", "08_latent_inspector")  # of the study; the second one never without the first
 REPORT = Path("08_latent_inspector", "report.html")
 FIGURE_FILES = (".png", ".svg", ".csv", ".pdf")
 
@@ -59,7 +61,7 @@ def publish(finished: list[tuple[str, Path]], root: Path) -> list[str]:
         raise runs.RunError(f"the executed notebooks take {total / 2**20:.1f} MB, more than {LIMIT / 2**20:.0f} MB, so nothing was "
                             f"published; show smaller figures or fewer of them in: {sizes}")
     for domain, run_dir in finished:
-        lines.append(_publish_figures(run_dir, root / "figures" / ("" if domain == TOP_DOMAIN else domain)))
+        lines += _publish_figures(run_dir, root / "figures" / ("" if domain == TOP_DOMAIN else domain))
     for path, page in pages.items():
         with replacing(path) as aside:
             aside.write_text(page, encoding="utf-8")
@@ -89,18 +91,25 @@ def to_html(executed: Path, root: Path) -> str:
     return PAGE.format(title=html.escape(title), body=body, code_style=HtmlFormatter().get_style_defs(".highlight"))
 
 
-def _publish_figures(run_dir: Path, target: Path) -> str:
-    sources = [run_dir / stage for stage in FIGURE_STAGES]
-    if not _figures(sources[0]):
-        raise runs.RunError(f"{sources[0]} holds no figures to publish; run stage 07 first: python run_all.py --from 07 --publish")
-    files = {path.name: path for source in sources for path in _figures(source)}
-    target.mkdir(parents=True, exist_ok=True)
-    for old in _figures(target):
-        if old.name not in files:
-            old.unlink()
-    for name, path in files.items():
-        shutil.copyfile(path, target / name)
-    return f"{len(files)} figures and tables in {target}"
+def _publish_figures(run_dir: Path, target: Path) -> list[str]:
+    """The study's figures into `target`, those of a notebook on request into a folder of its own below."""
+    study = [path for stage in FIGURE_STAGES for path in _figures(run_dir / stage)]
+    others = {stage: [path for path in _figures(run_dir / stage) if path.with_suffix(".png").exists()] for stage in ON_REQUEST}
+    found = {target: study} | {target / stage: files for stage, files in others.items()}
+    if not any(found.values()) or (study and not _figures(run_dir / FIGURE_STAGES[0])):
+        raise runs.RunError(f"{run_dir} holds no figures to publish; run stage 07 first: python run_all.py --from 07 --publish")
+    lines = []
+    for folder, files in found.items():
+        if not files:
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in _figures(folder):
+            if old.name not in {path.name for path in files}:
+                old.unlink()
+        for path in files:
+            shutil.copyfile(path, folder / path.name)
+        lines.append(f"{len(files)} figures and tables in {folder}")
+    return lines
 
 
 def _figures(folder: Path) -> list[Path]:
