@@ -116,6 +116,8 @@ class Logprob(Section):
 class Tokenskip(Supervised):
     """Notebook 12. Ratios are shares of a chain of thought's tokens."""
 
+    learning_rate: Rate = 1e-3
+    epochs: Annotated[float, Field(gt=0)] = 3.0
     max_examples: CountOrNone = 1600
     checkpoint: Location = ""  # a model folder to start from; "" = notebook 01's base
     dataset: LocationOrName = ""  # "" = the search domain; "arithmetic", "math", …, or a file
