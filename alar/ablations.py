@@ -1,7 +1,7 @@
 """What single choices of the method are worth: variants of one parameter file beside a reference.
 
-    reference = read_variant("runs/ablations/reference/search")
-    alpha = read_variant("runs/ablations/alpha-0/search")
+    reference = read_variant(*files_of("runs/ablations/reference/search"))
+    alpha = read_variant(*files_of("runs/ablations/alpha-0/search"))
     table = compare([reference, alpha])                      # `tables.ABLATIONS`
     figure, numbers = figures.ablations(table)
 
@@ -24,6 +24,8 @@ import pandas as pd
 
 from alar import statistics, tables
 
+# (stage, file) below a variant's run folder
+FILES = (("", "provenance.json"), ("06_benchmark_eval", "questions.parquet"), ("06_benchmark_eval", "turns.parquet"))
 COMPARED = ("stage1", "alar")  # systems of notebook 06 that make rows
 REFERENCE = "as the reference"
 # Sections that decide what is asked and shown, but not what is trained.
@@ -39,6 +41,11 @@ class Variant:
     parameters: Mapping[str, Any]
     questions: pd.DataFrame
     turns: pd.DataFrame
+
+
+def files_of(run_dir: str | Path) -> list[Path]:
+    """What `read_variant` reads of a run folder."""
+    return [Path(run_dir, stage, file) for stage, file in FILES]
 
 
 def read_variant(provenance: str | Path, questions: str | Path, turns: str | Path) -> Variant:

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from alar import ablations, params, runs, statistics, tables
-from alar.ablations import Variant, by_type, compare, read_variant, readable
+from alar.ablations import Variant, by_type, compare, files_of, read_variant, readable
 from alar.params.notebooks import code, declared_parameters
 
 ROOT = Path(__file__).parents[1]
@@ -183,6 +183,5 @@ def test_the_notebook_without_its_reference_says_what_to_run(tmp_path):
 def test_a_record_cut_off_is_named(experiment):
     path = experiment / "k0/search/provenance.json"
     path.write_text(path.read_text()[:40])
-    tables_of = [path.parent / "06_benchmark_eval" / f"{name}.parquet" for name in ("questions", "turns")]
     with pytest.raises(tables.TableError, match="provenance.json: no whole record"):
-        read_variant(path, *tables_of)
+        read_variant(*files_of(path.parent))
