@@ -47,9 +47,7 @@ class SelfTraining(Supervised):
     epochs: Annotated[float, Field(gt=0)] = 3.0
 
     def inconsistencies(self):
-        if _one_split(self.dataset) and not self.test_dataset:
-            return [("test_dataset", "is empty, but self_training.dataset is a file, which has one split: name another file")]
-        return []
+        return _untested("self_training", self)
 
 
 class Static(Section):
@@ -88,11 +86,10 @@ class DualVocabulary(Supervised):
     questions: Count = 400  # of a dataset, whose answers are the traces
 
     def inconsistencies(self):
-        if _one_split(self.dataset) and not self.test_dataset:
-            return [("test_dataset", "is empty, but dual_vocabulary.dataset is a file, which has one split: name another file")]
+        found = _untested("dual_vocabulary", self)
         if not self.methods and not self.steps:
-            return [("methods", "is empty and dual_vocabulary.steps is 0: nothing would be trained")]
-        return []
+            found.append(("methods", "is empty and dual_vocabulary.steps is 0: nothing would be trained"))
+        return found
 
 
 class Logprob(Section):
@@ -141,7 +138,7 @@ class Tokenskip(Supervised):
     reuse_from: Location = ""  # the folder of an earlier run of this notebook
 
     def inconsistencies(self):
-        found = []
+        found = _untested("tokenskip", self)
         missing = sorted(set(self.train_ratios) - set(self.compress_ratios) - {1.0})
         if missing:
             found.append(("train_ratios", f"{', '.join(map(str, missing))} cannot be trained, because it is not among "
@@ -150,8 +147,6 @@ class Tokenskip(Supervised):
             given = "dataset" if self.dataset else "checkpoint"
             found.append(("samples", f"is 0, which takes the study's own traces; tokenskip.{given} needs samples of its own, "
                                      "such as 8"))
-        if _one_split(self.dataset) and not self.test_dataset:
-            found.append(("test_dataset", "is empty, but tokenskip.dataset is a file, which has one split: name another file"))
         if self.samples > 1 and self.temperature == 0:
             found.append(("samples", f"{self.samples} at temperature 0 are all the same; use 1, or a temperature"))
         if self.skip and not self.reuse_from:
@@ -159,5 +154,8 @@ class Tokenskip(Supervised):
         return found
 
 
-def _one_split(dataset: str) -> bool:
-    return dataset.endswith((".jsonl", ".json", ".parquet"))
+def _untested(name: str, section: SelfTraining | DualVocabulary | Tokenskip) -> list[tuple[str, str]]:
+    """A dataset that is a file has one split, so that the test needs another one."""
+    if not section.dataset.endswith((".jsonl", ".json", ".parquet")) or section.test_dataset:
+        return []
+    return [("test_dataset", f"is empty, but {name}.dataset is a file, which has one split: name another file")]

@@ -91,7 +91,7 @@ class SimilarBatches:
 
     The latent steps of a batch run together, one call for all rows: with equally many blocks none of them runs for a few
     rows only, and similar lengths keep the tables narrow. Similar are the examples of one pool, so many batches; with a pool
-    of one they are mixed as they come, which is better where similar examples are of one kind.
+    of one they are mixed as they come, and a batch is not of one kind where similar examples are.
 
     Of several processes, each draws the same global batches, `batch_size` times `processes` similar examples, and yields
     every `processes`-th example of them, from number `rank` on: all make the same number of steps, on rows that differ

@@ -188,7 +188,7 @@ def train(
             callbacks=[_Report(log)],
             examples=examples,
             latent_gradient=config.latent_gradient,
-        batch_pool=config.batch_pool,
+            batch_pool=config.batch_pool,
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
