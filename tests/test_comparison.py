@@ -5,7 +5,7 @@ import pytest
 
 from alar import runs, statistics, tables
 from alar.baselines import comparison
-from alar.baselines.comparison import Comparison, Method, readable, study_methods
+from alar.baselines.comparison import Comparison, Method, opened, readable, study_methods
 from alar.jsonl import write_json
 from alar.model import save
 from alar.search.environment import SearchEnvironment
@@ -115,6 +115,22 @@ def test_settings_are_put_in_the_order_of_their_numbers(checkpoint, measured, tm
 def test_a_missing_checkpoint_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="base: no checkpoint folder"):
         compare(tmp_path).measure(Method("base", tmp_path / "nothing"))
+
+
+def test_a_notebook_is_set_beside_the_study_only_where_base_and_questions_are_the_studys(tmp_path):
+    for folder in ("01_latent_model/base", "03_aasd/checkpoint"):
+        (tmp_path / folder).mkdir(parents=True)
+    stage = runs.stage("12_tokenskip", tmp_path)
+    limits = dict(max_new_tokens=8, max_turns=1, batch_size=2)
+
+    def found(base, **options):
+        comparison, peers = opened(stage, base, ENVIRONMENT, split_questions(2), **options, **limits)
+        return comparison.folder.parent, comparison.domain, [method.name for method in peers]
+
+    own = stage.input("01_latent_model", "base")
+    assert found(own) == (stage.run_dir, "search", ["base", "stage 1"])
+    assert found(own, dataset="data/gsm8k.jsonl") == (stage.folder, "gsm8k", ["base"])
+    assert found(tmp_path / "another") == (stage.folder, "search", ["base"])
 
 
 def test_the_studys_own_methods_come_with_the_seconds_that_their_notebooks_took(tmp_path):

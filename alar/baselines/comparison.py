@@ -81,6 +81,30 @@ def study_methods(stage: Stage) -> list[Method]:
     return methods
 
 
+def opened(
+    stage: Stage,
+    base: str | Path,
+    environment: Environment,
+    questions: Sequence[Question],
+    *,
+    dataset: str = "",
+    domain: str = "search",
+    **limits: Any,
+) -> tuple[Comparison, list[Method]]:
+    """A notebook's comparison, and the methods that its own are set beside; `limits` as in `Comparison`.
+
+    Beside the study's models, in the run's table, where `base` is the study's and the questions are the study's test; on an answer
+    `dataset`, or from another base, beside that base alone, in a table of the notebook's own.
+    """
+    beside_study = not dataset and Path(base) == stage.input("01_latent_model", "base", required=False)
+    if beside_study:
+        return Comparison(stage.run_dir, environment, questions, domain=domain, **limits), study_methods(stage)
+    name = Path(dataset).stem or domain
+    scale = f"measured on {name}" if dataset else ""
+    comparison = Comparison(stage.folder, environment, questions, domain=name, scale=scale, **limits)
+    return comparison, [Method(BASE, base)]
+
+
 class Comparison:
     """The study's test questions in one domain, and the methods measured on them. `scale` says in tables and figures where:
     by default the size of the run's own model."""
