@@ -6,12 +6,14 @@ Every function is called with its jaxtyping signature checked by beartype.
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from beartype import beartype
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError, jaxtyped
+from sklearn.linear_model import LinearRegression
 
 from alar.rl import objective
 
@@ -245,14 +247,13 @@ def test_low_variance_kl_is_never_negative_and_has_the_true_kl_as_its_mean():
 
 
 def credit_by_definition(modes, advantages, groups, i, t):
-    """½ (mean over my arm − mean over the other arm), looked up anew for every turn."""
-    mine, other = [], []
-    for j in range(len(modes)):
-        if groups[j] == groups[i] and len(modes[j]) > t and modes[j][t] is not None:
-            (mine if modes[j][t] == modes[i][t] else other).append(advantages[j])
-    if modes[i][t] is None or not other:
+    """scikit-learn's least squares over the rollouts of the group that have a block at turn t, looked up anew for every turn."""
+    rows = [j for j in range(len(modes)) if groups[j] == groups[i] and len(modes[j]) > t and modes[j][t] is not None]
+    if modes[i][t] is None or len({modes[j][t] for j in rows}) < 2:
         return 0.0
-    return 0.5 * (sum(mine) / len(mine) - sum(other) / len(other))
+    table = [[{True: 0.5, False: -0.5, None: 0.0}[m] for m in modes[j]] + [0.0] * (4 - len(modes[j])) for j in rows]
+    effect = LinearRegression().fit(table, [advantages[j] for j in rows]).coef_[t]
+    return 0.5 * effect if modes[i][t] else -0.5 * effect
 
 
 ROLLOUTS = st.lists(
@@ -266,13 +267,32 @@ def test_mode_advantages_equal_their_definition(rollouts):
     credits = mode_advantages(modes, advantages, groups)
     for i, own in enumerate(modes):
         expected = [credit_by_definition(modes, advantages, groups, i, t) for t in range(len(own))]
-        assert credits[i] == pytest.approx(expected, abs=1e-12)
+        assert credits[i] == pytest.approx(expected, abs=1e-9)
+
+
+def test_with_one_turn_the_effect_is_the_difference_of_the_two_means():
+    modes, advantages = [[True], [True], [False], [False], [False]], [1.0, 0.0, -1.0, -2.0, 0.0]
+    half = 0.5 * (0.5 - -1.0)
+    assert mode_advantages(modes, advantages, [0] * 5) == [pytest.approx([half if m else -half]) for (m,) in modes]
 
 
 def test_mode_advantages_by_hand():
     modes = [[True, False], [True, True], [False, False], [False]]
-    # turn 1: latent ½(1 + 0) against text ½(−1 − 2): Δ = 2; turn 2: latent 0 against text ½(1 − 1) = 0
-    assert mode_advantages(modes, [1.0, 0.0, -1.0, -2.0], [0] * 4) == [[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [-1.0]]
+    # turn 2, three rollouts: behind a latent turn 1 a latent turn 2 costs 1, so Δ = −1 (the difference of the arms would be 0)
+    # turn 1, all four: the normal equations give Δ = 2.3, beside −1.2 for turn 2
+    (first, second), (_, other), (third, fourth), (last,) = mode_advantages(modes, [1.0, 0.0, -1.0, -2.0], [0] * 4)
+    assert (second, other, fourth) == pytest.approx((0.5, -0.5, 0.5))
+    assert (first, third, last) == pytest.approx((1.15, -1.15, -1.15))
+
+
+def test_a_latent_turn_before_it_does_not_count_against_a_harmless_one():
+    """Text everywhere, beside rollouts whose modes are drawn: latent costs the answer at turn 1 and nothing at turn 2."""
+    modes = [[False, False]] * 4 + [[True, True], [True, False], [False, True], [False, False]]
+    advantages = [0.0 if first else 1.0 for first, _ in modes]
+    credits = mode_advantages(modes, advantages, [0] * 8)
+    for (first, _), credit in zip(modes, credits):
+        assert credit == pytest.approx([-0.5 if first else 0.5, 0.0], abs=1e-12)
+    assert np.mean([a for a, (_, m) in zip(advantages, modes) if m]) < np.mean([a for a, (_, m) in zip(advantages, modes) if not m])
 
 
 def test_a_group_with_one_mode_at_a_turn_gives_no_credit():

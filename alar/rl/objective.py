@@ -145,29 +145,33 @@ def kl_penalty(
 def mode_advantages(
     modes: Sequence[Sequence[bool | None]], advantages: Sequence[float], groups: Sequence[Hashable]
 ) -> list[list[float]]:
-    """Credit of every turn's mode choice, from all rollouts of its group that reached that turn.
+    """Credit of every turn's mode choice: what the group's rollouts tell about it, the modes of their other turns held fixed.
 
     `modes[i][t]` is True for a latent block, False for text, None for a turn without a block (credit 0, compared with
     nobody); `advantages[i]` is the rollout's own. Rollouts whose modes were forced belong in here: they carry half of the
-    comparison, although their tags carry no loss. With the arms of turn t in one group,
+    comparison, although their tags carry no loss. With m = +½ for a latent block, −½ for text and 0 where there is none,
+    least squares over the rollouts of a group that have a block at turn t fit
 
-        Δ_t      = mean(A | latent at t) − mean(A | text at t)
+        A_i      ≈ μ + Δ_t m_it + Σ_{s≠t} γ_s m_is
         credit   = +½ Δ_t for a latent block, −½ Δ_t for text, 0 where the group has one mode only at t
 
     Why ½: in one state with p = p(latent), a rollout's expected score-function step is then p(1−p)·Δ along the logit,
     exactly the policy gradient of that choice (the latent arm gives ½Δ·p(1−p), the text arm as much).
 
+    Why the other turns: without them Δ_t is mean(A | latent) − mean(A | text), which also holds what the others did. A policy that
+    has gone over to text puts its right answers into the text arm of *every* turn, while half of the forced latent blocks stand
+    behind another one that has already cost the answer; then a harmless latent turn looks harmful, and text everywhere
+    sustains itself. The fit takes that out as far as effects add up.
+
     Why not leave-one-out: a baseline must not depend on the own action, but nothing is subtracted from the own reward
     here. Rewards enter linearly, with weights that depend on the modes only, so given the modes the expectation of Δ_t
     is the true difference, own reward included. Leaving it out would have the same expectation, with no estimate
-    at all for the only rollout of an arm: the rare mode, the one that is being explored. Using the own reward
-    alone (½ (A_i − mean of the other arm)) gives the same sum over an arm with more noise per rollout.
+    at all for the only rollout of an arm: the rare mode, the one that is being explored.
 
-    Bias: (1) A group with one mode gives 0, which shrinks the step, never turns it. (2) From the second turn on, rollouts
-    of a group are in different states; where the policy chose its modes by state, Δ_t also holds the difference of
-    those states. Modes forced at random remove that (a factorial design: other turns' modes become noise), and
-    the mixture of sampled and forced rollouts is biased by the sampled part only. (3) Forced modes are not reweighted
-    to the policy's, so Δ_t is the effect of turn t averaged over the mixture's other turns. (4) Only rollouts
+    Bias: (1) A group with one mode gives 0, which shrinks the step, never turns it; choices that a group always makes
+    together share their effect (the solution of least norm). (2) From the second turn on, rollouts of a group are in different
+    states; where the policy chose its modes by state, Δ_t also holds the difference of those states. Modes forced at
+    random remove that. (3) Effects that do not add up are averaged over the group's other turns. (4) Only rollouts
     that reached turn t are compared, so an effect on whether turn t happens is credited to the turns before it.
 
     Raises ValueError where the three differ in length.
@@ -176,19 +180,29 @@ def mode_advantages(
         raise ValueError(
             f"{len(modes)} lists of modes, {len(advantages)} advantages, {len(groups)} groups: one of each per rollout"
         )
-    arms: dict[tuple[Hashable, int, bool], list[float]] = defaultdict(list)
-    for own_modes, advantage, group in zip(modes, advantages, groups):
-        for turn, latent in enumerate(own_modes):
-            if latent is not None:
-                arms[group, turn, bool(latent)].append(advantage)
-    means = {arm: math.fsum(values) / len(values) for arm, values in arms.items()}
+    members: dict[Hashable, list[int]] = defaultdict(list)
+    for row, group in enumerate(groups):
+        members[group].append(row)
+    credits = [[0.0] * len(own) for own in modes]
+    for rows in members.values():
+        for turn in range(max(len(modes[row]) for row in rows)):
+            compared = [row for row in rows if len(modes[row]) > turn and modes[row][turn] is not None]
+            effect = _mode_effect([modes[row] for row in compared], [advantages[row] for row in compared], turn)
+            for row in compared:
+                credits[row][turn] = 0.5 * effect if modes[row][turn] else -0.5 * effect
+    return credits
 
-    def credit(group: Hashable, turn: int, latent: bool | None) -> float:
-        if latent is None or (group, turn, not latent) not in means:
-            return 0.0
-        return 0.5 * (means[group, turn, bool(latent)] - means[group, turn, not latent])
 
-    return [[credit(group, turn, latent) for turn, latent in enumerate(own)] for own, group in zip(modes, groups)]
+def _mode_effect(modes: Sequence[Sequence[bool | None]], advantages: Sequence[float], turn: int) -> float:
+    """Δ of `turn`, at which every one of these rollouts has a block; 0 where all chose alike."""
+    if len({own[turn] for own in modes}) < 2:
+        return 0.0
+    signs = {True: 0.5, False: -0.5, None: 0.0}
+    width = max(map(len, modes))
+    table = torch.tensor([[signs[m] for m in own] + [0.0] * (width - len(own)) for own in modes], dtype=torch.float64)
+    outcome = torch.tensor(advantages, dtype=torch.float64)
+    fitted = torch.linalg.pinv(table - table.mean(0), rtol=1e-9) @ (outcome - outcome.mean())
+    return fitted[turn].item()
 
 
 def informative_groups(rewards: Sequence[float], groups: Sequence[Hashable], share: float) -> set[Hashable]:
