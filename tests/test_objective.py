@@ -300,7 +300,8 @@ def test_a_group_with_one_mode_at_a_turn_gives_no_credit():
 
 
 def test_a_turn_without_a_block_gets_no_credit_and_is_compared_with_nobody():
-    assert mode_advantages([[True], [None], [False]], [1.0, -9.0, 0.0], [0, 0, 0]) == [[0.5], [0.0], [-0.5]]
+    (first,), (second,), (third,) = mode_advantages([[True], [None], [False]], [1.0, -9.0, 0.0], [0, 0, 0])
+    assert (first, second, third) == pytest.approx((0.5, 0.0, -0.5))
 
 
 def test_a_shift_of_all_advantages_changes_no_credit():
