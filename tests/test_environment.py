@@ -94,7 +94,7 @@ def test_every_imported_package_is_a_named_dependency():
             for root in roots:
                 if root in sys.stdlib_module_names or root == "alar":
                     continue
-                owners = distributions.get(root, [root, f"{root}-cpu"])  # engines may be missing here
+                owners = distributions.get(root, [root, f"{root}-cpu", root.replace("_", "")])  # engines may be missing here
                 owners = {re.sub(r"[-_.]+", "-", owner.lower()) for owner in owners}
                 assert owners & named, f"{path.relative_to(ROOT)} imports {root}, which pyproject.toml does not name"
 
