@@ -172,7 +172,7 @@ def test_one_step_makes_shorter_rollouts_likelier(shipped, written, tmp_path, ki
     trainer = trainer_of(shipped, tmp_path, temperature=1.3, length_reward=reward)
     summaries = [replace(Summary.of(t, trainer.engine.codec), correct=True) for t in trajectories]
     rewards = rewards_of(summaries, groups, trainer.config, 1)
-    advantages, _ = token_advantages(summaries, [len(t.ids) for t in trajectories], rewards, groups, trainer.config)
+    advantages, _ = token_advantages(summaries, [len(t.ids) for t in trajectories], rewards, groups, trainer.config, 1)
     batch = make_batch(trajectories, advantages, 0)
 
     def totals():
@@ -204,7 +204,7 @@ def test_without_a_reference_file_o1_pruner_learns_from_what_the_reference_write
     assert [t.ids for t in rolled["reference"]] == [t.ids for t in expected] != [t.ids for t in rolled["policy"]]
     summaries = [Summary.of(t, published.engine.codec) for t in expected]
     rewards = rewards_of(summaries, [0, 0, 1, 1], published.config, 1)
-    assert token_advantages(summaries, [3] * 4, rewards, [0, 0, 1, 1], published.config)[1] == rewards
+    assert token_advantages(summaries, [3] * 4, rewards, [0, 0, 1, 1], published.config, 1)[1] == rewards
 
 
 def test_a_whole_training_notes_the_tokens_that_it_was_over(shipped, tmp_path, monkeypatch):
@@ -257,7 +257,7 @@ def test_verls_trainer_gives_the_rewards_of_the_single_process_one(written, tmp_
     summaries = [Summary.of(t, codec) for t in trajectories]
     expected = rewards_of(summaries, groups, rl, 1)
     assert [float(row[-1]) for row in written_back["rm_scores"].unbind()] == pytest.approx(expected, abs=1e-6)
-    _, whole = token_advantages(summaries, [len(t.ids) for t in trajectories], expected, groups, rl)
+    _, whole = token_advantages(summaries, [len(t.ids) for t in trajectories], expected, groups, rl, 1)
     for row, value, output in zip(written_back["advantages"].unbind(), whole, outputs, strict=True):
         assert row.tolist() == pytest.approx([value * m for m in output.response_mask], abs=1e-6)
     assert trainer.row["trained_tokens"] == sum(len(t.ids) for t in trajectories)

@@ -295,6 +295,32 @@ def test_a_latent_turn_before_it_does_not_count_against_a_harmless_one():
     assert np.mean([a for a, (_, m) in zip(advantages, modes) if m]) < np.mean([a for a, (_, m) in zip(advantages, modes) if not m])
 
 
+@given(ROLLOUTS, st.floats(0, 1))
+def test_a_baseline_takes_a_share_of_the_mean_effect_off_every_effect(rollouts, share):
+    modes, advantages, groups = ([r[k] for r in rollouts] for k in range(3))
+    plain, relative = mode_advantages(modes, advantages, groups), mode_advantages(modes, advantages, groups, baseline=share)
+    chosen = {(g, t, m[t]) for m, g in zip(modes, groups) for t in range(len(m))}
+    compared = [
+        (i, t) for i, own in enumerate(modes) for t, m in enumerate(own) if m is not None and (groups[i], t, not m) in chosen
+    ]
+    effects = {(i, t): 2 * plain[i][t] * (1 if modes[i][t] else -1) for i, t in compared}
+    mean = sum(effects.values()) / max(1, len(effects))
+    for i, own in enumerate(modes):
+        for t in range(len(own)):
+            expected = (effects[i, t] - share * mean) / 2 * (1 if own[t] else -1) if (i, t) in effects else 0.0
+            assert relative[i][t] == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_baseline_compares_turns_with_each_other():
+    modes = [[True, True], [True, False], [False, True], [False, False]]
+    advantages = [-0.9, -1.0, 0.1, 0.0]  # a latent turn 1 costs 1, a latent turn 2 gains 0.1; the mean of the two is −0.45
+    both, first, second, none = mode_advantages(modes, advantages, [0] * 4, baseline=1.0)
+    assert both == pytest.approx([-0.275, 0.275]) and none == pytest.approx([0.275, -0.275])
+    assert first == pytest.approx([-0.275, -0.275]) and second == pytest.approx([0.275, 0.275])
+    with pytest.raises(ValueError, match="baseline is 1.5"):
+        mode_advantages(modes, advantages, [0] * 4, baseline=1.5)
+
+
 def test_a_group_with_one_mode_at_a_turn_gives_no_credit():
     assert mode_advantages([[True], [True], [False]], [1.0, -1.0, 0.5], ["a", "a", "b"]) == [[0.0], [0.0], [0.0]]
 

@@ -62,8 +62,8 @@ def test_credit_per_turn_falls_on_sampled_open_tags_only(rolled):
     codec = trainer.engine.codec
     rewards = np.random.default_rng(0).normal(size=len(trajectories)).tolist()
     summaries, lengths = [Summary.of(t, codec) for t in trajectories], [len(t.ids) for t in trajectories]
-    turn, whole = token_advantages(summaries, lengths, rewards, groups, replace(CONFIG, mode_weight=7.0))
-    flat, same = token_advantages(summaries, lengths, rewards, groups, replace(CONFIG, credit="trajectory"))
+    turn, whole = token_advantages(summaries, lengths, rewards, groups, replace(CONFIG, mode_weight=7.0), 1)
+    flat, same = token_advantages(summaries, lengths, rewards, groups, replace(CONFIG, credit="trajectory"), 1)
     assert whole == same
     for t, by_turn, plain, value in zip(trajectories, turn, flat, whole, strict=True):
         assert plain == [value] * len(t.ids)
@@ -73,6 +73,23 @@ def test_credit_per_turn_falls_on_sampled_open_tags_only(rolled):
             if record.mode in ("think", "latent"):
                 tags |= set(range(begin, begin + 3))
         assert all(a == value for position, a in enumerate(by_turn) if position not in tags)
+
+
+@pytest.mark.parametrize("step, share", [(1, 0.75), (2, 0.25), (3, 0.0)])  # of the mean effect; d_t of three steps
+def test_the_baseline_of_the_mode_credit_falls_to_nothing_by_the_last_step(step, share):
+    modes = [(True, True), (True, False), (False, True), (False, False)]
+    tags = ((4, 7), (9, 12))
+    blank = Summary(True, True, 1, 1, 10, 12, (), tags, (False, False), False)
+    summaries = [replace(blank, modes=own) for own in modes]
+    rewards = [-0.9, -1.0, 0.1, 0.0]  # effects −1 and 0.1
+    config = replace(CONFIG, norm_adv_by_std=False, mode_weight=2.0, mode_baseline=1.0)
+    advantages, whole = token_advantages(summaries, [14] * 4, rewards, [0] * 4, config, step)
+    first, second = -1.0 + 0.45 * share, 0.1 + 0.45 * share
+    for own, tokens, value in zip(modes, advantages, whole, strict=True):
+        expected = [value] * 14
+        expected[4:7] = [first if own[0] else -first] * 3
+        expected[9:12] = [second if own[1] else -second] * 3
+        assert tokens == pytest.approx(expected)
 
 
 def test_the_loss_gradient_equals_a_slow_computation_token_by_token(random_model, tmp_path, monkeypatch):

@@ -47,7 +47,7 @@ def single_process(model_folder: str, folder: Path, config):
     trajectories, groups = trainer.rollouts(STEP)
     rewards = [float((i * 7) % 5) for i in range(len(trajectories))]  # a random model answers nothing
     summaries = [Summary.of(t, trainer.engine.codec) for t in trajectories]
-    advantages, _ = token_advantages(summaries, [len(t.ids) for t in trajectories], rewards, groups, config)
+    advantages, _ = token_advantages(summaries, [len(t.ids) for t in trajectories], rewards, groups, config, STEP)
     details = trainer._update(trajectories, advantages)
     return trainer, trajectories, advantages, before, details
 

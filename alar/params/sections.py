@@ -156,6 +156,7 @@ class Rl(Section):
     credit: Literal["trajectory", "turn"] = "turn"
     explore_fraction: Share = 0.5  # of each group's rollouts, whose modes are drawn at random turn by turn
     mode_weight: Annotated[float, Field(ge=0)] = 12.0
+    mode_baseline: Share = 1.0  # of the mean effect of latent turns, taken off each: which turns first, how many later
     kept_variance: Annotated[float, Field(gt=0, le=1)] = 1.0  # below 1: only groups that hold this share of the variance
     latents: Literal["recomputed", "cached"] = "recomputed"
     trainable: Literal["lora", "full"] = "full"

@@ -30,6 +30,7 @@ class RLConfig:
     norm_adv_by_std: bool = True  # False: advantages keep the rewards' scale (Dr. GRPO)
     credit: str = "turn"
     mode_weight: float = 1.0
+    mode_baseline: float = 0.0  # share of the mean effect of a latent turn that is taken off each, times d_t
     explore_fraction: float = 0.5
     kept_variance: float = 1.0  # below 1: train on the groups that hold this share of the rewards' variance (RAGEN)
     latents: str = "recomputed"

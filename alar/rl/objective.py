@@ -143,7 +143,11 @@ def kl_penalty(
 
 
 def mode_advantages(
-    modes: Sequence[Sequence[bool | None]], advantages: Sequence[float], groups: Sequence[Hashable]
+    modes: Sequence[Sequence[bool | None]],
+    advantages: Sequence[float],
+    groups: Sequence[Hashable],
+    *,
+    baseline: float = 0.0,
 ) -> list[list[float]]:
     """Credit of every turn's mode choice: what the group's rollouts tell about it, the modes of their other turns held fixed.
 
@@ -153,7 +157,10 @@ def mode_advantages(
     least squares over the rollouts of a group that have a block at turn t fit
 
         A_i      ≈ μ + Δ_t m_it + Σ_{s≠t} γ_s m_is
-        credit   = +½ Δ_t for a latent block, −½ Δ_t for text, 0 where the group has one mode only at t
+        credit   = ±½ (Δ_t − b Δ̄): plus for a latent block, minus for text; 0 where the group has one mode only at t
+
+    b = `baseline` is 0 for the plain credit. Δ̄ is the mean of Δ over all compared turns of all groups, a price that every latent
+    turn pays. At b = 1 the credits say which turns need text *more than others*, and hardly move the share of latent turns.
 
     Why ½: in one state with p = p(latent), a rollout's expected score-function step is then p(1−p)·Δ along the logit,
     exactly the policy gradient of that choice (the latent arm gives ½Δ·p(1−p), the text arm as much).
@@ -168,14 +175,20 @@ def mode_advantages(
     is the true difference, own reward included. Leaving it out would have the same expectation, with no estimate
     at all for the only rollout of an arm: the rare mode, the one that is being explored.
 
-    Bias: (1) A group with one mode gives 0, which shrinks the step, never turns it; choices that a group always makes
+    Why the baseline: what is common to all turns is the easiest thing to learn. Where latent first turns cost the answer and latent
+    last turns gain a little, the mean is negative, and a policy goes over to text in both before it has told them apart; then p(1−p)
+    leaves next to nothing to learn from. The baseline is therefore lowered from 1 to 0 in the course of a training.
+
+    Bias: (0) A baseline changes what is optimal, to the best policy of the present share. (1) A group with one mode gives 0, which shrinks the step, never turns it; choices that a group always makes
     together share their effect (the solution of least norm). (2) From the second turn on, rollouts of a group are in different
     states; where the policy chose its modes by state, Δ_t also holds the difference of those states. Modes forced at
     random remove that. (3) Effects that do not add up are averaged over the group's other turns. (4) Only rollouts
     that reached turn t are compared, so an effect on whether turn t happens is credited to the turns before it.
 
-    Raises ValueError where the three differ in length.
+    Raises ValueError where the three differ in length, and for a baseline outside [0, 1].
     """
+    if not 0 <= baseline <= 1:
+        raise ValueError(f"baseline is {baseline}: expected a share from 0 to 1")
     if not len(modes) == len(advantages) == len(groups):
         raise ValueError(
             f"{len(modes)} lists of modes, {len(advantages)} advantages, {len(groups)} groups: one of each per rollout"
@@ -183,20 +196,22 @@ def mode_advantages(
     members: dict[Hashable, list[int]] = defaultdict(list)
     for row, group in enumerate(groups):
         members[group].append(row)
-    credits = [[0.0] * len(own) for own in modes]
+    effects: dict[tuple[int, int], float] = {}  # (rollout, turn) → Δ
     for rows in members.values():
         for turn in range(max(len(modes[row]) for row in rows)):
             compared = [row for row in rows if len(modes[row]) > turn and modes[row][turn] is not None]
-            effect = _mode_effect([modes[row] for row in compared], [advantages[row] for row in compared], turn)
-            for row in compared:
-                credits[row][turn] = 0.5 * effect if modes[row][turn] else -0.5 * effect
+            if len({modes[row][turn] for row in compared}) == 2:
+                effect = _mode_effect([modes[row] for row in compared], [advantages[row] for row in compared], turn)
+                effects |= {(row, turn): effect for row in compared}
+    price = baseline * math.fsum(effects.values()) / max(1, len(effects))
+    credits = [[0.0] * len(own) for own in modes]
+    for (row, turn), effect in effects.items():
+        credits[row][turn] = 0.5 * (effect - price) if modes[row][turn] else -0.5 * (effect - price)
     return credits
 
 
 def _mode_effect(modes: Sequence[Sequence[bool | None]], advantages: Sequence[float], turn: int) -> float:
-    """Δ of `turn`, at which every one of these rollouts has a block; 0 where all chose alike."""
-    if len({own[turn] for own in modes}) < 2:
-        return 0.0
+    """Δ of `turn`, at which every one of these rollouts has a block, of either mode."""
     signs = {True: 0.5, False: -0.5, None: 0.0}
     width = max(map(len, modes))
     table = torch.tensor([[signs[m] for m in own] + [0.0] * (width - len(own)) for own in modes], dtype=torch.float64)

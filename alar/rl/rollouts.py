@@ -147,9 +147,11 @@ def token_advantages(
     rewards: Sequence[float],
     groups: Sequence[Hashable],
     config: RLConfig,
+    step: int,
 ) -> tuple[list[list[float]], list[float]]:
-    """Advantage of every token, and of every trajectory, `lengths` tokens long. With `credit="turn"` the pieces of a turn's
-    open tag carry the credit of the mode chosen there, times `mode_weight`, instead of the trajectory's advantage."""
+    """Advantage of every token, and of every trajectory, `lengths` tokens long, at a step of the trainer. With `credit="turn"` the
+    pieces of a turn's open tag carry the credit of the mode chosen there, times `mode_weight`, instead of the trajectory's
+    advantage; its baseline falls from `mode_baseline` to 0 as the diversity bonus does."""
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
     if config.length_reward and config.length_reward.is_advantage:
         whole = list(rewards)
@@ -159,7 +161,8 @@ def token_advantages(
         ).tolist()
     tokens = [[value] * length for value, length in zip(whole, lengths, strict=True)]
     if config.credit == "turn":
-        credits = mode_advantages([s.modes for s in summaries], whole, list(groups))
+        baseline = config.mode_baseline * diversity_weight(step, config.steps)
+        credits = mode_advantages([s.modes for s in summaries], whole, list(groups), baseline=baseline)
         for row, (summary, credited) in enumerate(zip(summaries, credits)):
             for (begin, end), credit in zip(summary.tags, credited):
                 tokens[row][begin:end] = [config.mode_weight * credit] * (end - begin)

@@ -170,7 +170,7 @@ class ARGRPO:
         summaries = [Summary.of(t, self.engine.codec, score) for t, score in zip(trajectories, scores)]
         rewards = rewards_of(summaries, groups, config, number)
         lengths = [len(t.ids) for t in trajectories]
-        advantages, _ = token_advantages(summaries, lengths, rewards, groups, config)
+        advantages, _ = token_advantages(summaries, lengths, rewards, groups, config, number)
         trained = [row for row, used in enumerate(trained_rows(rewards, groups, config)) if used]
         update = self._update([trajectories[row] for row in trained], [advantages[row] for row in trained]) if trained else {}
         self.done = number

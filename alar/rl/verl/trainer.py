@@ -83,7 +83,7 @@ class LatentTrainer(PPOTrainerSync):
         summaries = [summary_of(note) for note in notes]
         rewards = rewards_of(summaries, groups, rl, step)
         lengths = [prompt + len(masks[i]) for prompt, i in zip(prompts, real)]
-        advantages, _ = token_advantages(summaries, lengths, rewards, groups, rl)
+        advantages, _ = token_advantages(summaries, lengths, rewards, groups, rl, step)
         trained = trained_rows(rewards, groups, rl)
         scores = [torch.zeros(len(mask)) for mask in masks]
         tokens = [torch.zeros(len(mask)) for mask in masks]
