@@ -171,6 +171,8 @@ def trainer(random_model, folder, **changes) -> ARGRPO:
 
 def test_the_trainer_is_rewarded_with_the_frozen_models_scores(random_model, tmp_path, monkeypatch):
     ours, seen = trainer(random_model, tmp_path), {}
+    alternate = ("think", "latent")  # forced everywhere: a random model opens no blocks itself
+    monkeypatch.setattr(module, "mode_plan", lambda config, step: lambda row, turn: alternate[(row + turn) % 2])
     monkeypatch.setattr(module, "token_advantages", lambda s, n, rewards, *_: seen.update(rewards=rewards) or ([], []))
     monkeypatch.setattr(module, "trained_rows", lambda rewards, groups, config: [False] * len(rewards))
     row = ours.step()

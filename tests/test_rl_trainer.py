@@ -1,5 +1,6 @@
 """AR-GRPO in one process: true behaviour log-probs, masks from origins, credit per turn, exact resume."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from alar.records import Origin
 from alar.rl import rollouts
 from alar.rl import trainer as module
-from alar.rl.rollouts import Summary, outcomes_of, token_advantages
+from alar.rl.rollouts import Summary, explores, mode_plan, outcomes_of, token_advantages
 from alar.rl.trainer import ARGRPO, RLConfig, make_batch, token_logprobs
 from alar.rollout.modes import block_start
 from alar.search.environment import SearchEnvironment
@@ -52,9 +53,22 @@ def test_a_part_of_each_group_explores_and_the_rest_is_free(rolled):
     trainer, trajectories, groups = rolled
     assert groups == [0] * 4 + [1] * 4 + [2] * 4
     for row, t in enumerate(trajectories):
-        forced = {turn.forced_mode for turn in t.turns}
-        assert forced <= {"think", "latent"} if row % 4 >= 2 else forced == {""}
-    assert {m for t in trajectories for m in (turn.forced_mode for turn in t.turns)} == {"", "think", "latent"}
+        forced = [turn.forced_mode for turn in t.turns if turn.forced_mode]
+        assert len(forced) <= (row % 4 >= 2) and set(forced) <= {"think", "latent"}
+    assert {turn.forced_mode for t in trajectories for turn in t.turns} == {"", "think", "latent"}
+
+
+def test_an_explorer_draws_one_turn_and_a_fair_mode_for_it():
+    plan, drawn = mode_plan(replace(CONFIG, group_size=8, explore_fraction=0.75), 7), Counter()
+    for row in range(8000):
+        forced = [(turn, plan(row, turn)) for turn in range(40) if plan(row, turn) != "free"]
+        assert len(forced) == (row % 8 >= 2) == explores(replace(CONFIG, group_size=8, explore_fraction=0.75), row)
+        drawn.update(forced)
+    for turn in range(4):
+        for mode in ("think", "latent"):
+            expected = 6000 * 0.5 ** (turn + 1) / 2
+            assert abs(drawn[turn, mode] - expected) <= 4 * expected**0.5
+    assert any(plan(row, 0) != mode_plan(CONFIG, 8)(row, 0) for row in range(4, 8000, 8))
 
 
 def test_credit_per_turn_falls_on_sampled_open_tags_only(rolled):

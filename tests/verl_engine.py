@@ -18,7 +18,8 @@ def rl_config(trainable: str, latents: str):
 
     return RLConfig(
         steps=4, prompts_per_step=PROMPTS, group_size=GROUP, learning_rate=0.5, schedule="linear", max_turns=2,
-        max_new_tokens=20, length_tolerance=100.0, kl_coefficient=0.3, mode_weight=3.0, trainable=trainable, latents=latents,
+        max_new_tokens=20, length_tolerance=100.0, kl_coefficient=0.3, mode_weight=3.0, explore_fraction=1.0,
+        trainable=trainable, latents=latents,
         train_projector=latents == "recomputed", gradient_accumulation=2, lora_rank=4, lora_alpha=8, validation_every=0,
     )  # fmt: skip
 

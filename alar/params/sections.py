@@ -144,7 +144,7 @@ class Rl(Section):
     schedule: Literal["constant", "linear"] = "linear"  # linear: to zero over all steps
     warmup_ratio: Share = 0.1
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    kl_coefficient: Annotated[float, Field(ge=0)] = 1.0  # against mode_weight: notebook 05 says how they balance
+    kl_coefficient: Annotated[float, Field(ge=0)] = 2.0  # against mode_weight: notebook 05 says how they balance
     clip_low: Share = 0.2
     clip_high: Share = 0.2
     alpha: Annotated[float, Field(ge=0)] = 0.15  # published: 0.3
@@ -154,8 +154,8 @@ class Rl(Section):
     judge: Literal["official", "toolmind"] = "official"  # of the tool domain; "toolmind": its dense score is the reward
     norm_adv_by_std: bool = False  # published: True; without, alpha is what a latent turn is worth in any group
     credit: Literal["trajectory", "turn"] = "turn"
-    explore_fraction: Share = 0.5  # of each group's rollouts, whose modes are drawn at random turn by turn
-    mode_weight: Annotated[float, Field(ge=0)] = 12.0
+    explore_fraction: Share = 0.75  # of each group's rollouts, in which the mode of one turn is drawn at random
+    mode_weight: Annotated[float, Field(ge=0)] = 48.0  # against the tokens of the text, whose advantages are mostly noise
     mode_baseline: Share = 1.0  # of the mean effect of latent turns, taken off each: which turns first, how many later
     kept_variance: Annotated[float, Field(gt=0, le=1)] = 1.0  # below 1: only groups that hold this share of the variance
     latents: Literal["recomputed", "cached"] = "recomputed"

@@ -152,7 +152,7 @@ def mode_advantages(
     """Credit of every turn's mode choice: what the group's rollouts tell about it, the modes of their other turns held fixed.
 
     `modes[i][t]` is True for a latent block, False for text, None for a turn without a block (credit 0, compared with
-    nobody); `advantages[i]` is the rollout's own. Rollouts whose modes were forced belong in here: they carry half of the
+    nobody); `advantages[i]` is the rollout's own. Rollouts whose modes were forced belong in here: they carry much of the
     comparison, although their tags carry no loss. With m = +½ for a latent block, −½ for text and 0 where there is none,
     least squares over the rollouts of a group that have a block at turn t fit
 
@@ -175,15 +175,17 @@ def mode_advantages(
     is the true difference, own reward included. Leaving it out would have the same expectation, with no estimate
     at all for the only rollout of an arm: the rare mode, the one that is being explored.
 
-    Why the baseline: what is common to all turns is the easiest thing to learn. Where latent first turns cost the answer and latent
-    last turns gain a little, the mean is negative, and a policy goes over to text in both before it has told them apart; then p(1−p)
-    leaves next to nothing to learn from. The baseline is therefore lowered from 1 to 0 in the course of a training.
+    Why the baseline: what is common to all turns is the easiest thing to learn. Where latent first turns cost the answer and
+    latent last turns gain a little, the mean is negative, and a policy goes over to text in both before it has told them
+    apart; then p(1−p) leaves next to nothing to learn from. A training therefore begins with 1 and ends with 0, since a baseline
+    also changes what is optimal, to the best policy of the present share.
 
-    Bias: (0) A baseline changes what is optimal, to the best policy of the present share. (1) A group with one mode gives 0, which shrinks the step, never turns it; choices that a group always makes
+    Bias: (1) A group with one mode gives 0, which shrinks the step, never turns it; choices that a group always makes
     together share their effect (the solution of least norm). (2) From the second turn on, rollouts of a group are in different
     states; where the policy chose its modes by state, Δ_t also holds the difference of those states. Modes forced at
-    random remove that. (3) Effects that do not add up are averaged over the group's other turns. (4) Only rollouts
-    that reached turn t are compared, so an effect on whether turn t happens is credited to the turns before it.
+    random remove that. (3) Effects that do not add up are averaged over the group's other turns, which is why an explorer's
+    modes are its own in all turns but one. (4) Only rollouts that reached turn t are compared, so an effect on whether turn t
+    happens is credited to the turns before it.
 
     Raises ValueError where the three differ in length, and for a baseline outside [0, 1].
     """

@@ -6,6 +6,7 @@ of a distributed job as well as stay in one.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
@@ -27,7 +28,7 @@ from alar.rollout.modes import block_start
 @dataclass(frozen=True)
 class Summary:
     """Per turn: `modes` (latent, text, None without a block), `tags` (span of the open tag among the trajectory's ids, empty
-    where it was written in other pieces), and `hard`. `forced` trajectories did not choose all of their modes themselves.
+    where it was written in other pieces), and `hard`. The modes of an `explorer` were not all the policy's own choice.
     `score` is that of the log-prob reward, NaN without one."""
 
     correct: bool
@@ -39,13 +40,15 @@ class Summary:
     modes: tuple[bool | None, ...]
     tags: tuple[tuple[int, int], ...]
     hard: tuple[bool, ...]
-    forced: bool
+    explorer: bool
     question: str = ""
     score: float = float("nan")
     grade: float | None = None
 
     @classmethod
-    def of(cls, trajectory: Trajectory, codec: Codec, score: float = float("nan")) -> Summary:
+    def of(
+        cls, trajectory: Trajectory, codec: Codec, score: float = float("nan"), *, explorer: bool = False
+    ) -> Summary:
         latent_of = {"latent": True, "think": False}
         modes = tuple(latent_of.get(turn.mode) for turn in trajectory.turns)
         return cls(
@@ -58,7 +61,7 @@ class Summary:
             modes=modes,
             tags=tuple(_tag(trajectory, number, mode, codec) for number, mode in enumerate(modes)),
             hard=tuple(number in trajectory.question.hard_turns for number in range(len(modes))),
-            forced=any(turn.forced_mode for turn in trajectory.turns),
+            explorer=explorer,
             question=trajectory.question.id,
             score=score,
             grade=trajectory.grade,
@@ -85,17 +88,25 @@ def prompts_of_step(questions: Sequence[Question], config: RLConfig, step: int) 
     return [questions[i] for i in order[first : first + size]]
 
 
+def explores(config: RLConfig, row: int) -> bool:
+    """Whether a rollout is one of the last `explore_fraction` of its group."""
+    return row % config.group_size >= config.group_size - round(config.explore_fraction * config.group_size)
+
+
 def mode_plan(config: RLConfig, step: int) -> ModePlan:
-    """The last `explore_fraction` of every group takes modes drawn at random, turn by turn; the rest is free. Under a length
-    reward there are no modes: `<latent>` is plain text."""
+    """An explorer's mode is drawn at random in one turn: in the first with probability ½, else in the second with ½, and so on.
+    All other modes are free, so that a turn is explored where the policy itself goes. Under a length reward there are no
+    modes: `<latent>` is plain text."""
     if config.length_reward:
         return lambda row, turn: "off"
-    explorers = round(config.explore_fraction * config.group_size)
 
     def plan(row: int, turn: int) -> str:
-        if row % config.group_size < config.group_size - explorers:
+        if not explores(config, row):
             return "free"
-        return random.Random(f"explore {config.seed} {step} {row} {turn}").choice(("think", "latent"))
+        draw = random.Random(f"explore {config.seed} {step} {row}")
+        mode = draw.choice(("think", "latent"))
+        explored = next(number for number in itertools.count() if draw.random() < 0.5)
+        return mode if turn == explored else "free"
 
     return plan
 
@@ -179,7 +190,7 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Metrics of one step. Those of behaviour describe the trajectories whose modes the policy chose itself, if there are
     any; `p_latent` are the probabilities of the latent mode in the states that these visited, trajectory by trajectory."""
-    chosen = [s for s in summaries if not s.forced] or list(summaries)
+    chosen = [s for s in summaries if not s.explorer] or list(summaries)
     turns = [(mode is True, hard) for s in chosen for mode, hard in zip(s.modes, s.hard)]
     entropy, given_state, information = mode_information(torch.tensor([p for row in p_latent for p in row]))
     by_group = defaultdict(list)

@@ -2,8 +2,8 @@
 
 Unlike in the released code, behaviour log-probs are the true ones, the mask comes from token origins, the
 step of d_t from the trainer's state; `variant` chooses the published reward or the repaired one. Two additions,
-both parameters: `credit="turn"` gives each turn's mode tokens an advantage of their own, and `explore_fraction` of every
-group takes modes that are forced at random, turn by turn, so that the comparison of modes never runs dry.
+both parameters: `credit="turn"` gives each turn's mode tokens an advantage of their own, and in an `explore_fraction` of
+every group the mode of one turn is drawn at random, so that the comparison of modes never runs dry.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from alar.rl.config import RLConfig, learning_rate_at
 from alar.rl.objective import kl_penalty, policy_loss
 from alar.rl.rollouts import (
     Summary,
+    explores,
     mode_plan,
     prompts_of_step,
     rewards_of,
@@ -144,7 +145,7 @@ class ARGRPO:
         self.rows: list[dict] = []
 
     def rollouts(self, step: int) -> tuple[list[Trajectory], list[int]]:
-        """Groups of trajectories; the last `explore_fraction` of each group has random forced modes."""
+        """Groups of trajectories; the last `explore_fraction` of each group explores (`mode_plan`)."""
         config = self.config
         questions = [q for q in prompts_of_step(self.questions, config, step) for _ in range(config.group_size)]
         self.sampler.reset()
@@ -167,14 +168,17 @@ class ARGRPO:
         self.model.eval()
         trajectories, groups = self.rollouts(number)
         scores = [score.value for score in self.scorer.score(trajectories)] if self.scorer else [float("nan")] * len(trajectories)
-        summaries = [Summary.of(t, self.engine.codec, score) for t, score in zip(trajectories, scores)]
+        summaries = [
+            Summary.of(t, self.engine.codec, score, explorer=explores(config, row))
+            for row, (t, score) in enumerate(zip(trajectories, scores))
+        ]
         rewards = rewards_of(summaries, groups, config, number)
         lengths = [len(t.ids) for t in trajectories]
         advantages, _ = token_advantages(summaries, lengths, rewards, groups, config, number)
         trained = [row for row, used in enumerate(trained_rows(rewards, groups, config)) if used]
         update = self._update([trajectories[row] for row in trained], [advantages[row] for row in trained]) if trained else {}
         self.done = number
-        free = [t for t, s in zip(trajectories, summaries) if not s.forced] or trajectories
+        free = [t for t, s in zip(trajectories, summaries) if not s.explorer] or trajectories
         p_latent = [] if config.length_reward else latent_probabilities(self.engine.model, self.engine.codec, free)
         return {
             **rollout_metrics(summaries, p_latent, rewards, groups, config, number),

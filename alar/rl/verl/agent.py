@@ -27,7 +27,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from alar import domains
 from alar.baselines.length_rewards import with_stated_limit
 from alar.records import Origin, Question, Trajectory
-from alar.rl.rollouts import Summary, mode_plan, rollout_seed, validation_mode
+from alar.rl.rollouts import Summary, explores, mode_plan, rollout_seed, validation_mode
 from alar.rl.verl.data import question_of
 from alar.rl.verl.rollout import RemoteEngine, server_name
 from alar.rl.verl.settings import Job
@@ -50,12 +50,14 @@ class LatentOutput(AgentLoopOutput):
         return fields
 
 
-def to_output(trajectory: Trajectory, codec: Codec, *, step: int, p_latent: Sequence[float], cached: bool) -> LatentOutput:
+def to_output(
+    trajectory: Trajectory, codec: Codec, *, step: int, p_latent: Sequence[float], cached: bool, explorer: bool = False
+) -> LatentOutput:
     """verl's form of a trajectory: everything after the prompt is the response, the mask is 1 on SAMPLED tokens only."""
     trajectory.check()
     prompt = trajectory.turns[0].start
     origins, logprobs = trajectory.origins[prompt:], trajectory.logprobs[prompt:]
-    note = asdict(Summary.of(trajectory, codec)) | {"prompt_length": prompt, "p_latent": list(p_latent)}
+    note = asdict(Summary.of(trajectory, codec, explorer=explorer)) | {"prompt_length": prompt, "p_latent": list(p_latent)}
     return LatentOutput(
         prompt_ids=trajectory.ids[:prompt],
         response_ids=trajectory.ids[prompt:],
@@ -135,11 +137,12 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             first_row=0 if validate else first_row,
         )
         unscored = validate or rl.length_reward
-        free = [] if unscored else [i for i, t in enumerate(trajectories) if not any(turn.forced_mode for turn in t.turns)]
+        explorer = [not validate and explores(rl, first_row + i) for i in range(len(trajectories))]
+        free = [] if unscored else [i for i, t in enumerate(trajectories) if not explorer[i]]
         probabilities = dict(zip(free, engine.latent_probabilities([trajectories[i] for i in free]))) if free else {}
         cached = rl.latents == "cached"
         return [
-            to_output(t, self.codec, step=step, p_latent=probabilities.get(i, ()), cached=cached)
+            to_output(t, self.codec, step=step, p_latent=probabilities.get(i, ()), cached=cached, explorer=explorer[i])
             for i, t in enumerate(trajectories)
         ]
 
