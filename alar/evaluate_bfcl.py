@@ -1,20 +1,28 @@
 """Evaluation of any checkpoint, through any engine, on BFCL's single-turn categories: resumable, per category and macro.
 
+    python -m alar.evaluate_bfcl FOLDER RESULTS        the paper's four categories; --help lists the rest
+
 Every `shard` questions are written as one file of trajectories, in one step; a later call with the same settings reads what is
 there and goes on. Questions too long for the model's context are wrong answers, counted in the table, not left out.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pandas as pd
+from transformers import AutoConfig
 
 from alar.evaluate import evaluate, question_table
 from alar.parts import checkpoint_identity, same_settings
 from alar.records import Question, Trajectory, read_trajectories, write_trajectories
 from alar.rollout.engine import Engine
+from alar.rollout.engines import ENGINES, opened_engine
+from alar.rollout.loop import MODES
+from alar.runs import progress
 from alar.tool import bfcl
 from alar.tool.environment import ToolEnvironment, verdict
 from alar.tool.requests import bfcl_request
@@ -75,3 +83,35 @@ def _table(category: str, asked: Sequence[Question], trajectories: Sequence[Traj
 
 def _fits(engine: Engine, question: Question, room: int) -> bool:
     return len(engine.codec.encode(ToolEnvironment.form.prompt(question))) + 32 <= room
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m alar.evaluate_bfcl", description="Ask a checkpoint BFCL's own questions.")
+    parser.add_argument("checkpoint", type=Path, help="model folder, latent or not")
+    parser.add_argument("results", type=Path, help="folder of the trajectories and the tables; an interrupted call goes on there")
+    parser.add_argument("--categories", nargs="+", choices=bfcl.ASKED_CATEGORIES, default=bfcl.PAPER_CATEGORIES, metavar="NAME")
+    parser.add_argument("--questions", type=int, help="the first ones of each category (default: all)")
+    parser.add_argument("--mode", choices=MODES, default="free", help='"off" for a base without latent blocks (default: free)')
+    parser.add_argument("--engine", choices=ENGINES, default="hf")
+    parser.add_argument("--max-new-tokens", type=int, default=2048)
+    options = parser.parse_args(argv)
+    try:
+        context = AutoConfig.from_pretrained(options.checkpoint).max_position_embeddings
+        with opened_engine(options.checkpoint, options.engine) as engine:
+            table = evaluate_bfcl(
+                engine, options.results, checkpoint=options.checkpoint, categories=options.categories, mode=options.mode,
+                max_new_tokens=options.max_new_tokens, context=context, questions=options.questions,
+                progress=progress,
+            )  # fmt: skip
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    accuracy = bfcl.accuracy_table(table)
+    table.to_csv(options.results / "questions.csv", index=False)
+    accuracy.to_csv(options.results / "accuracy.csv", index=False)
+    print(accuracy.to_string(index=False, float_format="{:.3f}".format))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,10 +5,13 @@ import random
 import re
 from datetime import date, timedelta
 
+import pandas as pd
 import pytest
 
 from alar import protocol
 from alar.evaluate_bfcl import evaluate_bfcl
+from alar.evaluate_bfcl import main as bfcl_command
+from alar.model import embedded
 from alar.records import Origin, Trajectory
 from alar.rl.reward import shaped_rewards
 from alar.rl.rollouts import Summary, outcomes_of
@@ -318,6 +321,26 @@ def test_a_bfcl_evaluation_goes_on_where_it_was_interrupted(codec, tmp_path):
     weights.write_bytes(b"two")
     with pytest.raises(ValueError, match="other settings, {'checkpoint'"):
         evaluate_bfcl(engine([]), tmp_path, **settings)
+
+
+def test_the_command_evaluates_a_checkpoint_on_bfcl_and_goes_on(tmp_path, capsys):
+    model = embedded("tool")
+    wanted = ["--categories", "simple_python", "irrelevance", "--questions", "3", "--mode", "off", "--max-new-tokens", "64"]
+    results = tmp_path / "results"
+    assert bfcl_command([str(model), str(results), *wanted]) == 0
+    printed = capsys.readouterr().out
+    table = pd.read_csv(results / "accuracy.csv").set_index("category")
+    questions = pd.read_csv(results / "questions.csv")
+    assert list(table.index) == ["simple_python", "irrelevance", "macro"] and list(table["questions"]) == [3, 3, 6]
+    assert table.loc["macro", "accuracy"] == pytest.approx(questions.groupby("category")["correct"].mean().mean())
+    assert all(name in printed for name in table.index)
+    written = {path: path.stat().st_mtime_ns for path in results.glob("*.jsonl")}
+    assert len(written) == 2 and bfcl_command([str(model), str(results), *wanted]) == 0
+    assert written == {path: path.stat().st_mtime_ns for path in results.glob("*.jsonl")}
+    assert bfcl_command([str(model), str(results), *wanted, "--max-new-tokens", "65"]) == 1
+    assert "other settings" in capsys.readouterr().err
+    assert bfcl_command([str(tmp_path / "nowhere"), str(results)]) == 1
+    assert "nowhere" in capsys.readouterr().err
 
 
 class OnlyOnce:
