@@ -1,5 +1,6 @@
 """The inspector's record and its interventions against slow direct computations with forward hooks."""
 
+import copy
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -95,6 +96,20 @@ def slow(model, ids, z):
 def slow_logprobs(model, ids, z):
     head = model.lm_head.weight[: model.config.latent_token_id].double()
     return torch.log_softmax(slow(model, ids, z)[0][-1].double() @ head.T, -1)
+
+
+def test_a_turn_with_a_second_block_is_no_place_for_an_intervention(written):
+    made = written()
+    spoilt = copy.deepcopy(made.trajectories[0])
+    block = made.sites[0].block
+    again = slice(block.action + 2, block.action + 6)
+    spoilt.ids[again] = [made.model.config.latent_token_id] * 4
+    spoilt.origins[again], spoilt.logprobs[again] = [Origin.LATENT] * 4, [float("nan")] * 4
+    spoilt.latents = np.insert(spoilt.latents, [block.row + 4] * 4, spoilt.latents[block.rows], axis=0)
+    spoilt.check()
+    assert [site.block.turn for site in made.bench.sites([made.trajectories[0]])] == [0, 1]
+    (left,) = made.bench.sites([spoilt])
+    assert left.block.turn == 1 and np.array_equal(left.z, made.sites[1].z)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

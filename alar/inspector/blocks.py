@@ -98,12 +98,19 @@ class Site:
 
 
 def sites(trajectories: Sequence[Trajectory], model_config, codec: Codec) -> list[Site]:
-    """Every latent turn that has an action; ValueError if there is none, or if another model wrote the latents."""
+    """Every latent turn with an action and no second block, whose thoughts would be part of the action.
+
+    ValueError if there is none, or if another model wrote the latents.
+    """
     found = []
     for trajectory in trajectories:
         if trajectory.count(Origin.LATENT):
             check_trajectory(trajectory, model_config)
-            found += [Site(trajectory, block) for block in latent_blocks(trajectory, codec) if block.action < block.end]
+            found += [
+                Site(trajectory, block)
+                for block in latent_blocks(trajectory, codec)
+                if block.action < block.end and not trajectory.count(Origin.LATENT, span=(block.action, block.end))
+            ]
     if not found:
         raise ValueError(f"none of the {len(trajectories)} trajectories has a latent turn with an action")
     return found
