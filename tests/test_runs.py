@@ -137,10 +137,11 @@ def test_a_run_leaves_flat_parameters_provenance_and_a_summary(study):
                        "alar,all,0.913,0.9,0.925,98.2,0.436,0.75\nalar,bridge,0.5,0.4,0.6,1,1,1\n")
     study.notebook("06_benchmark_eval", "", [
         "import shutil\nfrom alar import runs\nstage = runs.stage('06_benchmark_eval', run_dir)\n"
+        "stage.input('03_aasd', 'checkpoint')\n"
         f"shutil.copy({str(results)!r}, stage.folder)"])
     code, shown = study.run()
     assert code == 0
-    assert "91.3 [90.0, 92.5]" in shown and "43.6" in shown and "bridge" not in shown
+    assert "91.3 [90.0, 92.5]" in shown and "43.6" in shown and "bridge" not in shown and "earlier" not in shown
     assert (study.run_dir / "summary.txt").read_text().count("91.3") == 1
     flat = yaml.safe_load((study.run_dir / "executed" / "03_aasd.params.yaml").read_text())
     assert flat == {"run_dir": "runs/tiny/search", "domain": "search", "seed": 0, "report_to": "none", "epochs": EPOCHS}
@@ -148,6 +149,8 @@ def test_a_run_leaves_flat_parameters_provenance_and_a_summary(study):
     assert provenance["parameters"] == json.loads(json.dumps(Experiment(run={"name": "tiny", "domains": ["search"]}).model_dump()))
     assert set(provenance["stages"]) == {"01_latent_model", "03_aasd", "06_benchmark_eval"}
     assert provenance["hardware"]["cores"] >= 1 and provenance["packages"]["torch"]
+    code, shown = study.run("aasd.epochs=7.0", only=("03",))  # and no evaluation of what it trained
+    assert code == 0 and "of an earlier run: input 03_aasd/checkpoint changed" in " ".join(shown.split())
     loss = provenance["stages"]["03_aasd"]["outputs"]["loss.jsonl"]
     assert loss["bytes"] == (study.run_dir / "03_aasd" / "loss.jsonl").stat().st_size
 

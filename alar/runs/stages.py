@@ -91,6 +91,12 @@ def reason_to_run(folder: Path, parts: dict[str, Any]) -> str:
     return _difference(record["fingerprint"], parts) or _changed_input(folder, record["inputs"]) or _changed_output(folder, record)
 
 
+def outdated(folder: Path) -> str:
+    """"" unless an input of the finished stage in `folder` has changed since; then which one, in a few words."""
+    record = read_record(folder / runs.FINISHED)
+    return _changed_input(folder, record["inputs"]) if record else ""
+
+
 def twin(folder: Path, others: Iterable[Path], parts: dict[str, Any]) -> Path | None:
     """The first finished stage among `others` that the one in `folder` would only repeat: made with the same code and parameters,
     from inputs with the content of those that `folder` would read, its outputs whole."""

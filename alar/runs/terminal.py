@@ -14,6 +14,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from alar.runs.stages import outdated
+
 LOG_EVERY = 30.0  # seconds
 BAR_WIDTH = 28
 
@@ -77,7 +79,7 @@ class Terminal:
         tables = []
         results = run_dir / "06_benchmark_eval" / "summary.csv"
         if results.exists():
-            tables.append(results_table(results))
+            tables.append(results_table(results, outdated(results.parent)))
         tables.append(times_table(seconds))
         figures = sorted(p for p in (run_dir / "07_figures").glob("**/*") if p.suffix in (".png", ".svg", ".pdf"))
         where = f"{len(figures)} figures in {run_dir / '07_figures'}" if figures else "no figures drawn"
@@ -104,9 +106,10 @@ def bar_line(row: dict[str, Any], now: float, width: int = BAR_WIDTH) -> str:
     return "  ".join([*parts, row["note"]] if row["note"] else parts)
 
 
-def results_table(path: Path) -> Table:
-    """`summary.csv` (over all question types) with 95 % intervals."""
-    table = Table(title="Test questions, greedy decoding, 95 % intervals", title_justify="left")
+def results_table(path: Path, change: str = "") -> Table:
+    """`summary.csv` (over all question types) with 95 % intervals; `change`: what makes it the result of an earlier run."""
+    title = "Test questions, greedy decoding, 95 % intervals"
+    table = Table(title=f"{title}; of an earlier run: {change}" if change else title, title_justify="left")
     for name in ("system", "accuracy %", "tokens", "token reduction %", "latent share %"):
         table.add_column(name, justify="left" if name == "system" else "right")
     with path.open(newline="", encoding="utf-8") as stream:
