@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -370,6 +371,95 @@ def test_a_second_run_in_the_same_folder_is_refused_by_name_and_process(study):
         assert first.returncode == 130 and "Interrupted. Finished stages are kept" in shown
     finally:
         first.kill()
+
+
+PAIR = "run: {name: tiny, jobs: 2}\nvariants:\n  one: {aasd: {epochs: 1.0}}\n  two: {aasd: {epochs: 2.0}}\n"
+MEET = """
+import time
+from pathlib import Path
+meeting = Path(stage.run_dir).parents[1] / 'meeting'
+meeting.mkdir(exist_ok=True)
+(meeting / str(epochs)).touch()
+end = time.time() + 60
+while len(list(meeting.iterdir())) < 2:
+    assert time.time() < end, 'nobody came'
+    time.sleep(0.05)
+"""
+STAY = """
+import os, time
+(stage.folder / f'{os.getpid()}.pid').touch()
+if not (stage.run_dir / 'go').exists():
+    time.sleep(100)
+"""
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    monkeypatch.setattr("alar.runs.runner.all_cores", lambda: 2)
+
+
+def test_variants_run_side_by_side_and_share_what_is_equal(study, two_cores):
+    study.notebook("03_aasd", f"epochs = {EPOCHS}", [*AASD, MEET])  # ends only if the other one is there at the same time
+    study.params(PAIR)
+    code, shown = study.run()
+    assert code == 0, shown
+    for variant, epochs in (("one", 1.0), ("two", 2.0)):
+        home = study.root / "runs" / "tiny" / variant / "search"
+        assert (home / "03_aasd" / "checkpoint" / "w.txt").read_text() == f"aaa 4 0 {epochs}"
+        assert "03_aasd" in (home / "summary.txt").read_text()
+        assert f"tiny · {variant} · search │ [2/2] 03_aasd  done in" in shown
+    assert shown.count("01_latent_model  done in") == 1, "the shared stage is computed once"
+    assert shown.count("01_latent_model  finished earlier") == 1
+    assert shown.count("Time per stage") == 2 and shown.rindex("│ [2/2] 03_aasd  done") < shown.index("Time per stage")
+    code, shown = study.run()
+    assert code == 0 and "done in" not in shown
+
+
+def test_a_notebook_that_gathers_comes_after_the_variants_that_it_reads(study, two_cores):
+    study.notebook("17_ablations", "compared = []", ["import os\nfrom pathlib import Path\nfrom alar import runs\n"
+                   "stage = runs.stage('17_ablations', run_dir)\n"
+                   "assert (stage.run_dir.parents[1] / 'one' / 'search' / '03_aasd' / 'stage.json').exists()"])
+    slow = "import time\ntime.sleep(2)"
+    study.notebook("03_aasd", f"epochs = {EPOCHS}", [*AASD, slow])
+    study.params("run: {name: tiny, jobs: 2}\nvariants:\n  table: {only: ['17']}\n  one: {only: ['01', '03']}\n")
+    code, shown = study.run()
+    assert code == 0, shown
+
+
+def test_one_that_fails_does_not_end_the_one_beside_it(study, two_cores):
+    study.notebook("03_aasd", f"epochs = {EPOCHS}", [*AASD, MEET, "assert epochs != 1.0, 'out of luck'"])
+    study.params(PAIR)
+    code, shown = study.run()
+    assert code == 1
+    assert re.search(r"tiny · one · search │ 03_aasd.ipynb, code cell \d+ of \d+: AssertionError: out of luck", shown), shown
+    assert "tiny · two · search │ [2/2] 03_aasd  done in" in shown
+    assert "tiny · one · search ended with exit code 1" in shown
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
+def test_runs_side_by_side_end_with_the_one_that_started_them(study, number):
+    study.notebook("03_aasd", f"epochs = {EPOCHS}", [*AASD, STAY])
+    study.params(PAIR)
+    homes = [study.root / "runs" / "tiny" / variant / "search" for variant in ("one", "two")]
+
+    def kernels():
+        return [int(path.stem) for home in homes for path in home.glob("03_aasd/*.pid")]
+
+    process = start(study)
+    try:
+        wait_for(lambda: len(kernels()) == 2)
+        process.send_signal(number)
+        process.communicate(timeout=30)
+        assert process.returncode == (130 if number == signal.SIGINT else -9)
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in kernels()), seconds=20)
+    finally:
+        process.kill()
+    for home in homes:
+        (home / "go").touch()
+    process = start(study)
+    shown, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, shown
+    assert shown.count("01_latent_model  finished earlier") == 2
 
 
 def test_an_interrupted_stage_does_not_resume_under_other_parameters(tmp_path):

@@ -23,7 +23,7 @@ from alar.params.notebooks import NotebookError, declared_parameters, numbered
 from alar.params.sections import DOMAINS, OWN_SECTION, Experiment, field_kind, section_models
 
 RUN_FOLDER_NAME = "run_dir"  # injected by the runner, with `domain`
-NOT_INJECTED = {"name", "domains"}  # of section `run`: they choose folders, no notebook reads them
+NOT_INJECTED = {"name", "domains", "jobs"}  # of section `run`: they are the runner's, no notebook reads them
 USED_BY_RUNNER = NOT_INJECTED | {"threads"}  # of section `run`: they act even if no notebook declares them
 DATA_FILES = (".jsonl", ".json", ".parquet")  # a value that ends so is meant as a file, not as a name
 

@@ -54,12 +54,16 @@ ON_REQUEST = (
     "17_ablations",
 )
 
+# Notebooks that read what other variants have computed: they come after these.
+GATHERING = ("17_ablations",)
+
 
 class Run(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "laptop"
     domains: Annotated[list[Domain], Field(min_length=1)] = ["search"]
     seed: CountOrNone = 0
-    threads: CountOrNone = 0  # 0 = all cores
+    threads: CountOrNone = 0  # 0 = all cores, shared by the run folders that are worked on at once
+    jobs: Count = 1  # run folders (variants, domains) at once, at most one per core
     report_to: Literal["none", "tensorboard", "wandb"] = "none"
 
     def inconsistencies(self):

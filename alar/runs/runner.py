@@ -10,21 +10,19 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-import filelock
 import yaml
 
 from alar import params, runs
-from alar.jsonl import replacing, write_json
+from alar.jsonl import replacing
 from alar.params.notebooks import NotebookError, numbered
-from alar.params.sections import ON_REQUEST, Experiment
-from alar.runs import provenance, stages
-from alar.runs.execution import CellFailed, execute
-from alar.runs.terminal import Terminal, duration
-
-RUN_LOCK = "run"
+from alar.params.sections import GATHERING, ON_REQUEST, Experiment
+from alar.runs import locks, provenance, side_by_side, stages
+from alar.runs.execution import CellFailed, all_cores, execute
+from alar.runs.terminal import SUMMARY, Terminal, duration
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,7 @@ class _Job:
 
     label: str
     experiment: Experiment
+    variant: str
     domain: str
     run_dir: Path
     notebooks: tuple[Path, ...]
@@ -63,11 +62,16 @@ def main(request: Request, *, root: Path, notebooks_dir: Path | None = None, lis
             for job in jobs:
                 _list(job, root, terminal)
             return 0
-        with contextlib.ExitStack() as locks, _ending_on_terminate():
-            for job in jobs:
-                locks.enter_context(_lock(job.run_dir))
-            for job in jobs:
-                run(job, request, root, terminal)
+        at_once = min(jobs[0].experiment.run.jobs, len(jobs), all_cores())
+        with contextlib.ExitStack() as held, _ending_on_terminate():
+            if at_once > 1:
+                if code := _run_side_by_side(jobs, at_once, request, root, notebooks_dir, terminal):
+                    return code
+            else:
+                for job in jobs:
+                    held.enter_context(locks.run_folder(job.run_dir))
+                for job in jobs:
+                    run(job, request, root, terminal)
         if request.publish:
             from alar.runs.publish import publish
 
@@ -117,7 +121,7 @@ def plan(request: Request, root: Path, notebooks_dir: Path, *, absent: list[para
             home = (request.run_dir or root / "runs" / experiment.run.name) / name
             label = " · ".join(filter(None, [experiment.run.name, name, domain]))
             if chosen:
-                jobs.append(_Job(label, experiment, domain, home / domain, chosen))
+                jobs.append(_Job(label, experiment, name, domain, home / domain, chosen))
     if not jobs:
         if any(domain == "search" for domains in experiments.values() for domain in domains):
             raise NotebookError(f"none of the chosen notebooks is among those that {request.params.name} names in `only`")
@@ -125,41 +129,67 @@ def plan(request: Request, root: Path, notebooks_dir: Path, *, absent: list[para
     return jobs
 
 
+def _run_side_by_side(jobs: list[_Job], at_once: int, request: Request, root: Path, notebooks_dir: Path | None,
+                      terminal: Terminal) -> int:
+    """Every run folder as a request of its own, in a process of its own; returns the exit code."""
+    def part(job: _Job):
+        threads = job.experiment.run.threads or max(1, all_cores() // at_once)
+        own = replace(
+            request, domains=(job.domain,), variants=tuple(filter(None, [job.variant])), publish=False,
+            overrides=(*request.overrides, "run.jobs=1", f"run.threads={threads}"),
+        )
+        return partial(main, own, root=root, notebooks_dir=notebooks_dir)
+
+    gathering = [job for job in jobs if {notebook.stem for notebook in job.notebooks} & set(GATHERING)]
+    code = side_by_side.run({job.label: part(job) for job in jobs if job not in gathering}, at_once, terminal)
+    code = code or side_by_side.run({job.label: part(job) for job in gathering}, 1, terminal)
+    for job in jobs:
+        if (job.run_dir / SUMMARY).exists():
+            terminal.say(f"\n{job.label}\n{(job.run_dir / SUMMARY).read_text(encoding='utf-8')}")
+    return code
+
+
 def run(job: _Job, request: Request, root: Path, terminal: Terminal) -> None:
     """Run the stages of one run folder that have no valid result yet."""
     terminal.say(f"{job.label}: {job.run_dir}")
-    seconds: dict[str, tuple[float, bool]] = {}
-    for k, notebook in enumerate(job.notebooks, start=1):
-        stem, folder = notebook.stem, job.run_dir / notebook.stem
-        executed = job.run_dir / "executed" / notebook.name
-        parts = stages.fingerprint(job.experiment, notebook, job.domain, root / "alar")
-        reason = "forced" if request.force else stages.reason_to_run(folder, parts)
-        if not reason and not executed.exists():
-            reason = "its executed notebook is missing"
-        if not reason:
-            record = stages.read_record(folder / runs.FINISHED)
-            seconds[stem] = record["seconds"], True
-            terminal.stage_skipped(k, len(job.notebooks), stem, record["seconds"])
-            continue
-        others = [] if request.force else _stages_elsewhere(job, stem, request.run_dir or root / "runs")
+    seconds = {notebook.stem: _stage(job, k, request, root, terminal) for k, notebook in enumerate(job.notebooks, start=1)}
+    terminal.summary(job.run_dir, seconds)
+
+
+def _stage(job: _Job, k: int, request: Request, root: Path, terminal: Terminal) -> tuple[float, bool]:
+    """The k-th stage of a job, counted from 1: its wall time, and whether an earlier result was reused."""
+    notebook, n = job.notebooks[k - 1], len(job.notebooks)
+    stem, folder = notebook.stem, job.run_dir / notebook.stem
+    executed = job.run_dir / "executed" / notebook.name
+    parts = stages.fingerprint(job.experiment, notebook, job.domain, root / "alar")
+    reason = "forced" if request.force else stages.reason_to_run(folder, parts)
+    if not reason and not executed.exists():
+        reason = "its executed notebook is missing"
+    if not reason:
+        record = stages.read_record(folder / runs.FINISHED)
+        terminal.stage_skipped(k, n, stem, record["seconds"])
+        return record["seconds"], True
+
+    home = request.run_dir or root / "runs"
+    with contextlib.nullcontext() if request.force else locks.sole(home, stages.work_of(folder, parts), terminal.say):
+        others = [] if request.force else _stages_elsewhere(job, stem, home)
         if other := stages.twin(folder, others, parts):
             record = stages.adopt(folder, other, parts)
             executed.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(other.parent / "executed" / notebook.name, executed)
             provenance.update(job.run_dir, job.experiment, job.domain, str(request.params), stem, record, root)
-            seconds[stem] = record["seconds"], True
-            terminal.stage_skipped(k, len(job.notebooks), stem, record["seconds"], other.parent)
-            continue
+            terminal.stage_skipped(k, n, stem, record["seconds"], other.parent)
+            return record["seconds"], True
         runs.hold_stage(job.run_dir, stem)
         if stages.begin(folder, parts, fresh=request.force):
             reason = "resumed where it was interrupted"
         flat = params.flatten(job.experiment, notebook, domain=job.domain, run_dir=_portable(job.run_dir, root))
         _write_flat(job.run_dir / "executed" / f"{stem}.params.yaml", notebook, flat, root)
         runs.let_go_of_stage(job.run_dir, stem)
-        terminal.stage_starts(k, len(job.notebooks), stem, reason)
+        terminal.stage_starts(k, n, stem, reason)
         began, outcome = time.time(), "failed"
 
-        def tick(folder=folder):
+        def tick():
             stages.note_inputs(folder, runs.read_inputs(folder))
             terminal.tick()
 
@@ -174,8 +204,7 @@ def run(job: _Job, request: Request, root: Path, terminal: Terminal) -> None:
             terminal.stage_ends(outcome)
         record = stages.finish(folder, parts, time.time() - began)
         provenance.update(job.run_dir, job.experiment, job.domain, str(request.params), stem, record, root)
-        seconds[stem] = record["seconds"], False
-    terminal.summary(job.run_dir, seconds)
+        return record["seconds"], False
 
 
 def _stages_elsewhere(job: _Job, stem: str, home: Path) -> list[Path]:
@@ -215,28 +244,6 @@ def _list(job: _Job, root: Path, terminal: Terminal) -> None:
         reason = stages.reason_to_run(folder, stages.fingerprint(job.experiment, notebook, job.domain, root / "alar"))
         record = None if reason else stages.read_record(folder / runs.FINISHED)
         terminal.say(f"  {notebook.stem:<22}" + (f"to run: {reason}" if reason else f"finished ({duration(record['seconds'])})"))
-
-
-@contextlib.contextmanager
-def _lock(run_dir: Path) -> Iterator[None]:
-    """Refuse a second run in the same folder; the system frees the lock however this process ends."""
-    import os
-
-    home = run_dir / runs.LOCKS
-    home.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(home / RUN_LOCK)
-    holder = home / f"{RUN_LOCK}.json"
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        record = stages.read_record(holder) or {"pid": "unknown", "since": "unknown"}
-        raise runs.RunError(f"{run_dir}: another run is at work here (process {record['pid']}, since {record['since']}); "
-                            "wait for it, or choose another folder with --run-dir") from None
-    try:
-        write_json(holder, {"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
-        yield
-    finally:
-        lock.release()
 
 
 @contextlib.contextmanager

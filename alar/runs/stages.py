@@ -97,6 +97,12 @@ def outdated(folder: Path) -> str:
     return _changed_input(folder, record["inputs"]) if record else ""
 
 
+def work_of(folder: Path, parts: dict[str, Any]) -> str:
+    """A name for what the stage in `folder` would do: equal wherever the same stage follows earlier ones with equal results."""
+    earlier = (read_record(other / runs.FINISHED) for other in sorted(folder.parent.glob("[0-9]*")) if other.name < folder.name)
+    return f"{folder.name}-{_hash(json.dumps([parts, [r['outputs'] for r in earlier if r]], sort_keys=True).encode())[:16]}"
+
+
 def twin(folder: Path, others: Iterable[Path], parts: dict[str, Any]) -> Path | None:
     """The first finished stage among `others` that the one in `folder` would only repeat: made with the same code and parameters,
     from inputs with the content of those that `folder` would read, its outputs whole."""

@@ -17,6 +17,7 @@ from rich.text import Text
 from alar.runs.stages import outdated
 
 LOG_EVERY = 30.0  # seconds
+SUMMARY = "summary.txt"
 BAR_WIDTH = 28
 
 
@@ -76,19 +77,23 @@ class Terminal:
 
         seconds: stage → (wall time, whether it was reused). The same text goes to `run_dir/summary.txt`.
         """
-        tables = []
+        for part in self.write_summary(run_dir, seconds):
+            self.console.print(part)
+
+    def write_summary(self, run_dir: Path, seconds: dict[str, tuple[float, bool]]) -> list[Table | Text]:
+        """Write `run_dir/summary.txt`; returns its parts."""
+        parts: list[Table | Text] = []
         results = run_dir / "06_benchmark_eval" / "summary.csv"
         if results.exists():
-            tables.append(results_table(results, outdated(results.parent)))
-        tables.append(times_table(seconds))
+            parts.append(results_table(results, outdated(results.parent)))
+        parts.append(times_table(seconds))
         figures = sorted(p for p in (run_dir / "07_figures").glob("**/*") if p.suffix in (".png", ".svg", ".pdf"))
-        where = f"{len(figures)} figures in {run_dir / '07_figures'}" if figures else "no figures drawn"
-        for console in (self.console, Console(file=(run_dir / "summary.txt").open("w", encoding="utf-8"), width=120)):
-            for table in tables:
-                console.print(table)
-            console.print(Text(where))
-            if console is not self.console:
-                console.file.close()
+        parts.append(Text(f"{len(figures)} figures in {run_dir / '07_figures'}" if figures else "no figures drawn"))
+        with (run_dir / SUMMARY).open("w", encoding="utf-8") as stream:
+            console = Console(file=stream, width=120)
+            for part in parts:
+                console.print(part)
+        return parts
 
 
 def bar_line(row: dict[str, Any], now: float, width: int = BAR_WIDTH) -> str:

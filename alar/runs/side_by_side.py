@@ -1,0 +1,99 @@
+"""Several run folders at a time, each in a process of its own with its share of the cores.
+
+A small model gains little from a second thread, so two studies beside each other take hardly longer than the longer one.
+What a run says appears line by line, led by its name.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from rich.console import Console
+
+from alar.runs.terminal import Terminal
+
+INTERRUPTED = 130  # exit code
+Work = Callable[..., int]  # work(terminal=…) → exit code; it is pickled
+
+
+def run(parts: Mapping[str, Work], at_once: int, terminal: Terminal) -> int:
+    """Do all parts, `at_once` of them at a time; returns 0, or the exit code of the first one that failed.
+
+    One that fails does not end the others. An interrupt ends all of them and is raised again.
+    """
+    context = multiprocessing.get_context("spawn")
+    waiting, running, codes = list(parts), {}, {}  # running: connection → (name, process)
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                name = waiting.pop(0)
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_obey, args=(parts[name], theirs), name=name)
+                process.start()
+                theirs.close()
+                running[ours] = name, process
+            for connection in wait(running):
+                name, process = running[connection]
+                try:
+                    terminal.say(f"{name} │ {connection.recv()}")
+                except EOFError:
+                    del running[connection]
+                    process.join()
+                    codes[name] = process.exitcode
+    except KeyboardInterrupt:
+        for _, process in running.values():
+            process.terminate()
+        for _, process in running.values():
+            process.join()
+        raise
+    failed = [name for name in parts if codes[name]]
+    for name in failed:
+        terminal.say(f"{name} ended with exit code {codes[name]}: its lines above say why")
+    if INTERRUPTED in codes.values():
+        raise KeyboardInterrupt
+    return codes[failed[0]] if failed else 0
+
+
+def _obey(work: Work, connection: Connection) -> None:
+    """The process of one part."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    sys.exit(work(terminal=_PartTerminal(connection)))
+
+
+def _end_with_parent() -> None:
+    """A part must not outlive a killed run: the next one would find its folder in use."""
+    wait([multiprocessing.parent_process().sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class _PartTerminal(Terminal):
+    """Sends lines to the process that shows them; the summary, many lines long, only goes to its file."""
+
+    def __init__(self, connection: Connection):
+        super().__init__(Console(file=_Lines(connection), highlight=False, soft_wrap=True, force_terminal=False))
+
+    def summary(self, run_dir: Path, seconds: dict[str, tuple[float, bool]]) -> None:
+        self.write_summary(run_dir, seconds)
+
+
+class _Lines:
+    """A text stream that sends whole lines."""
+
+    def __init__(self, connection: Connection):
+        self.connection, self.pending = connection, ""
+
+    def write(self, text: str) -> int:
+        *lines, self.pending = (self.pending + text).split("\n")
+        for line in lines:
+            self.connection.send(line)
+        return len(text)
+
+    def flush(self) -> None:
+        pass
