@@ -93,6 +93,11 @@ def explores(config: RLConfig, row: int) -> bool:
     return row % config.group_size >= config.group_size - round(config.explore_fraction * config.group_size)
 
 
+def own_choices(summaries: Sequence[Summary]) -> list[int]:
+    """The rollouts that chose all their modes themselves; every one where none did."""
+    return [row for row, summary in enumerate(summaries) if not summary.explorer] or list(range(len(summaries)))
+
+
 def mode_plan(config: RLConfig, step: int) -> ModePlan:
     """An explorer's mode is drawn at random in one turn: in the first with probability ½, else in the second with ½, and so on.
     All other modes are free, so that a turn is explored where the policy itself goes. Under a length reward there are no
@@ -190,7 +195,7 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Metrics of one step. Those of behaviour describe the trajectories whose modes the policy chose itself, if there are
     any; `p_latent` are the probabilities of the latent mode in the states that these visited, trajectory by trajectory."""
-    chosen = [s for s in summaries if not s.explorer] or list(summaries)
+    chosen = [summaries[row] for row in own_choices(summaries)]
     turns = [(mode is True, hard) for s in chosen for mode, hard in zip(s.modes, s.hard)]
     entropy, given_state, information = mode_information(torch.tensor([p for row in p_latent for p in row]))
     by_group = defaultdict(list)

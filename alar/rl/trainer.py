@@ -26,6 +26,7 @@ from alar.rl.rollouts import (
     Summary,
     explores,
     mode_plan,
+    own_choices,
     prompts_of_step,
     rewards_of,
     rollout_metrics,
@@ -178,7 +179,7 @@ class ARGRPO:
         trained = [row for row, used in enumerate(trained_rows(rewards, groups, config)) if used]
         update = self._update([trajectories[row] for row in trained], [advantages[row] for row in trained]) if trained else {}
         self.done = number
-        free = [t for t, s in zip(trajectories, summaries) if not s.explorer] or trajectories
+        free = [trajectories[row] for row in own_choices(summaries)]
         p_latent = [] if config.length_reward else latent_probabilities(self.engine.model, self.engine.codec, free)
         return {
             **rollout_metrics(summaries, p_latent, rewards, groups, config, number),
