@@ -4,6 +4,7 @@
     alpha = read_variant(*files_of("runs/ablations/alpha-0/search"))
     table = compare([reference, alpha])                      # `tables.ABLATIONS`
     figure, numbers = figures.ablations(table)
+    each_run([reference, alpha])                             # each against its own base
 
 A row is a setting, named by the parameters in which it differs from the first variant, whatever its folder is called. Variants
 that differ in nothing but the seed are one row: correctness and tokens are averaged over the seeds question by question before
@@ -117,6 +118,22 @@ def by_type(variants: Sequence[Variant], systems: Sequence[str] = COMPARED) -> p
     return table.sort_index(level="system", sort_remaining=False, key=lambda names: names.map(systems.index), kind="stable")[
         tables.in_order(table.columns, tables.QUESTION_TYPES)
     ]
+
+
+def each_run(
+    variants: Sequence[Variant], systems: Sequence[str] = COMPARED, *, resamples: int = 10_000, seed: int = 0
+) -> pd.DataFrame:
+    """Every variant against its *own* base, as people read it: one row per system and variant, so that seeds can be compared."""
+    options, rows = {"resamples": resamples, "seed": seed}, []
+    for variant in variants:
+        summary = statistics.readable(statistics.summarise(variant.questions, **options))
+        modes = statistics.adaptivity(variant.turns, **options).set_index("system")
+        chosen = summary.loc[[system for system in systems if system in summary.index]].drop(columns=["n", "turns"])
+        chosen["hard − easy, points"] = tables.with_intervals(modes.loc[chosen.index], "explicit_share_difference", 100, ".0f")
+        chosen["I(X;M), bit"] = tables.with_intervals(modes.loc[chosen.index], "mutual_information", 1, ".3f")
+        rows.append(chosen.reset_index().assign(variant=variant.name, seed=variant.seed))
+    table = pd.concat(rows).set_index(["system", "variant", "seed"])
+    return table.sort_index(level="system", sort_remaining=False, key=lambda names: names.map(systems.index), kind="stable")
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from alar import ablations, params, runs, statistics, tables
-from alar.ablations import Variant, by_type, compare, files_of, read_variant, readable
+from alar.ablations import Variant, by_type, compare, each_run, files_of, read_variant, readable
 from alar.params.notebooks import code, declared_parameters
 
 ROOT = Path(__file__).parents[1]
@@ -45,6 +45,16 @@ REFERENCE = variant("reference", 0.9)
 def answers(found: Variant, system: str, column: str) -> np.ndarray:
     rows = found.questions[found.questions["system"] == system]
     return rows.sort_values("question_id")[column].to_numpy(float)
+
+
+def test_every_run_stands_against_its_own_base():
+    other = variant("other-seed", 0.6, seed=1)
+    table = each_run([REFERENCE, other], **OPTIONS)
+    assert list(table.index) == [(s, *v) for s in ("stage1", "alar") for v in (("reference", 0), ("other-seed", 1))]
+    difference = statistics.paired_bootstrap(answers(other, "alar", "correct"), answers(other, "base", "correct"), **OPTIONS)
+    shown = table.loc[("alar", "other-seed", 1), "accuracy − base, points"]
+    assert shown.startswith(f"{100 * difference[0]:+.1f} [")
+    assert table.loc[("stage1", "reference", 0), "latent share %"].startswith("100.0")
 
 
 def test_one_seed_equals_the_paired_statistics():
