@@ -230,7 +230,8 @@ def test_an_input_that_appears_later_runs_the_stage_again(study):
 
 
 def test_selection_listing_and_variants(study):
-    study.params("run: {name: tiny}\nvariants:\n  two: {model: {num_latent: 2}}\n  three: {only: ['01'], model: {num_latent: 3}}")
+    study.params("run: {name: tiny, jobs: 1}\nvariants:\n  two: {model: {num_latent: 2}}\n"
+                 "  three: {only: ['01'], model: {num_latent: 3}}")
     _, shown = study.run(list_only=True)
     assert [line.split() for line in shown.splitlines() if "to run" in line] == [
         ["01_latent_model", "to", "run:", "not", "run", "yet"], ["03_aasd", "to", "run:", "not", "run", "yet"],
@@ -250,7 +251,7 @@ def test_selection_listing_and_variants(study):
 
 
 def test_a_stage_that_another_variant_has_finished_is_taken_from_there(study):
-    study.params("run: {name: tiny}\nvariants:\n  one: {}\n  two: {aasd: {epochs: 2.0}}")
+    study.params("run: {name: tiny, jobs: 1}\nvariants:\n  one: {}\n  two: {aasd: {epochs: 2.0}}")
     assert study.ran() == ["01_latent_model", "03_aasd", "03_aasd"]
     one, two = (study.root / "runs" / "tiny" / name / "search" for name in ("one", "two"))
     assert (two / "01_latent_model" / "model.txt").read_text() == (one / "01_latent_model" / "model.txt").read_text()
@@ -298,7 +299,7 @@ import sys
 from pathlib import Path
 from alar.runs.runner import Request, main
 root = Path(sys.argv[1])
-sys.exit(main(Request(root / "p.yaml", overrides=tuple(sys.argv[2:])), root=root))
+sys.exit(main(Request(root / "p.yaml", overrides=tuple(sys.argv[2:]), domains=("search",)), root=root))
 """
 
 
@@ -373,7 +374,7 @@ def test_a_second_run_in_the_same_folder_is_refused_by_name_and_process(study):
         first.kill()
 
 
-PAIR = "run: {name: tiny, jobs: 2}\nvariants:\n  one: {aasd: {epochs: 1.0}}\n  two: {aasd: {epochs: 2.0}}\n"
+PAIR = "run: {name: tiny}\nvariants:\n  one: {aasd: {epochs: 1.0}}\n  two: {aasd: {epochs: 2.0}}\n"
 MEET = """
 import time
 from pathlib import Path
@@ -421,7 +422,7 @@ def test_a_notebook_that_gathers_comes_after_the_variants_that_it_reads(study, t
                    "assert (stage.run_dir.parents[1] / 'one' / 'search' / '03_aasd' / 'stage.json').exists()"])
     slow = "import time\ntime.sleep(2)"
     study.notebook("03_aasd", f"epochs = {EPOCHS}", [*AASD, slow])
-    study.params("run: {name: tiny, jobs: 2}\nvariants:\n  table: {only: ['17']}\n  one: {only: ['01', '03']}\n")
+    study.params("run: {name: tiny}\nvariants:\n  table: {only: ['17']}\n  one: {only: ['01', '03']}\n")
     code, shown = study.run()
     assert code == 0, shown
 

@@ -60,10 +60,10 @@ GATHERING = ("17_ablations",)
 
 class Run(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "laptop"
-    domains: Annotated[list[Domain], Field(min_length=1)] = ["search"]
+    domains: Annotated[list[Domain], Field(min_length=1)] = ["search", "tool"]
     seed: CountOrNone = 0
     threads: CountOrNone = 0  # 0 = all cores, shared by the run folders that are worked on at once
-    jobs: Count = 1  # run folders (variants, domains) at once, at most one per core
+    jobs: Count = 2  # run folders (variants, domains) at once, at most one per core
     report_to: Literal["none", "tensorboard", "wandb"] = "none"
 
     def inconsistencies(self):

@@ -63,8 +63,12 @@ class Terminal:
             self._live.update(Group(*lines), refresh=True)
         elif now - self._logged >= LOG_EVERY:
             self._logged = now
-            bars = "".join(f", {bar_line(row, now, width=0)}" for row in self._bars.values())
-            self.say(f"{self._label}  {self._cell}, {duration(now - self._began)} so far{bars}")
+            self.say(self.state(now))
+
+    def state(self, now: float) -> str:
+        """What is being done, in one line."""
+        bars = "".join(f", {bar_line(row, now, width=0)}" for row in self._bars.values())
+        return f"{self._label}  {self._cell}, {duration(now - self._began)} so far{bars}"
 
     def stage_ends(self, outcome: str = "done") -> None:
         if self._live is not None:

@@ -41,10 +41,13 @@ SPLITS = ("train", "validation", "test")
 HARD_SHARE = 0.4  # of the requests that call
 NOTHING_FITS = "None of the functions fits."
 _SENTENCES = {
-    "train": ("What is {0}?", "Tell me {0}.", "I need {0}.", "Find {0}.", "Please give me {0}.", "I want to know {0}, please."),
+    "train": (
+        "What is {0}?", "Tell me {0}.", "I need {0}.", "Find {0}.", "Please give me {0}.", "I want to know {0}, please.",
+        "I need to know {0}.", "Find {0}, please.", "Please, what is {0}?", "Find me {0}.", "Tell me, please, {0}.",
+    ),
     "test": ("Please tell me {0}.", "Give me {0}.", "Please find {0}.", "I want to find {0}."),
 }
-_CONNECTIONS = {"train": (" and also ", "; and ", ", then "), "test": (" and then ", "; also ")}
+_CONNECTIONS = {"train": (" and also ", "; and ", ", then ", "; then ", ", and also "), "test": (" and then ", "; also ")}
 _UNITS = (
     ("the days of {0} weeks", 7), ("the months of {0} years", 12), ("the hours of {0} days", 24), ("the minutes of {0} hours", 60)
 )
