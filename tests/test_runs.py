@@ -21,7 +21,7 @@ from rich.console import Console
 
 from alar import jsonl, runs
 from alar.params.sections import Experiment, defaults
-from alar.runs import stages
+from alar.runs import side_by_side, stages
 from alar.runs.runner import Request, main
 from alar.runs.terminal import Terminal, bar_line, duration
 
@@ -628,3 +628,24 @@ def test_publishing_too_much_is_refused(study, monkeypatch):
     with pytest.raises(runs.RunError, match="so nothing was published.*03_aasd.html"):
         publish.publish([("search", study.run_dir)], study.root)
     assert not (study.root / "figures").exists()
+
+
+def counts(terminal):
+    """What a part does, in a process of its own."""
+    terminal.stage_starts(1, 2, "03_aasd", "not run yet")
+    terminal.cell(4, 9)
+    terminal.bar({"bar": "steps", "done": 5, "total": 10, "started": time.time() - 10, "note": "", "closed": False})
+    for _ in range(10):
+        terminal.tick()
+        time.sleep(0.05)
+    terminal.stage_ends()
+    return 0
+
+
+def test_a_terminal_shows_what_each_of_two_parts_is_doing():
+    shown = io.StringIO()
+    terminal = Terminal(Console(file=shown, width=150, force_terminal=True))
+    assert side_by_side.run({"search": counts, "tool": counts}, 2, terminal) == 0
+    for name in ("search", "tool"):
+        assert f"{name} │ [1/2] 03_aasd  cell 4/9, 0 s so far, steps  5/10  10 s left" in shown.getvalue()
+        assert f"{name} │ [1/2] 03_aasd  done in" in shown.getvalue()
