@@ -136,7 +136,7 @@ class Aasd(Supervised):
 
 class Warmup(Supervised):
     latent_probability: Share = 0.5
-    epochs: Annotated[float, Field(ge=0)] = 1.5  # 0 = no warm-up: stage 1's model goes on as it is
+    epochs: Annotated[float, Field(ge=0)] = 2.5  # 0 = no warm-up: stage 1's model goes on as it is
 
 
 class Rl(Section):
