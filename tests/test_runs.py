@@ -397,6 +397,7 @@ if not (stage.run_dir / 'go').exists():
 @pytest.fixture
 def two_cores(monkeypatch):
     monkeypatch.setattr("alar.runs.runner.all_cores", lambda: 2)
+    monkeypatch.setattr("alar.runs.provenance.hardware", lambda: {"cores": 2, "gpus": []})
 
 
 def test_variants_run_side_by_side_and_share_what_is_equal(study, two_cores):

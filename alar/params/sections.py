@@ -63,7 +63,7 @@ class Run(Section):
     domains: Annotated[list[Domain], Field(min_length=1)] = ["search", "tool"]
     seed: CountOrNone = 0
     threads: CountOrNone = 0  # 0 = all cores, shared by the run folders that are worked on at once
-    jobs: Count = 2  # run folders (variants, domains) at once, at most one per core
+    jobs: Count = 2  # run folders (variants, domains) at once, at most one per core; one where there is a GPU
     report_to: Literal["none", "tensorboard", "wandb"] = "none"
 
     def inconsistencies(self):

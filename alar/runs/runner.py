@@ -62,7 +62,7 @@ def main(request: Request, *, root: Path, notebooks_dir: Path | None = None, lis
             for job in jobs:
                 _list(job, root, terminal)
             return 0
-        at_once = min(jobs[0].experiment.run.jobs, len(jobs), all_cores())
+        at_once = _at_once(jobs)
         with contextlib.ExitStack() as held, _ending_on_terminate():
             if at_once > 1:
                 if code := _run_side_by_side(jobs, at_once, request, root, notebooks_dir, terminal):
@@ -127,6 +127,12 @@ def plan(request: Request, root: Path, notebooks_dir: Path, *, absent: list[para
             raise NotebookError(f"none of the chosen notebooks is among those that {request.params.name} names in `only`")
         raise NotebookError(f"the notebooks {', '.join(ON_REQUEST)} are about the search domain: choose --domain search")
     return jobs
+
+
+def _at_once(jobs: list[_Job]) -> int:
+    """How many run folders are worked on at the same time: two would not fit on a GPU that one was measured for."""
+    wanted = min(jobs[0].experiment.run.jobs, len(jobs), all_cores())
+    return 1 if wanted > 1 and provenance.hardware()["gpus"] else wanted
 
 
 def _run_side_by_side(jobs: list[_Job], at_once: int, request: Request, root: Path, notebooks_dir: Path | None,
