@@ -5,7 +5,7 @@
     python run_all.py --list                            what would run, and why
     python run_all.py --params FILE --check             what is missing here for it, without a network
     python run_all.py --params params/smoke.yaml        every notebook, a few steps each
-    python run_all.py --only 06 --set eval.checkpoint=FOLDER
+    python run_all.py --domain search --only 06 --set eval.checkpoint=FOLDER
     python run_all.py --test                            the tests
 
 Needs only Python 3.11 or 3.12 to start, so this file uses the standard library alone. The running interpreter is used
@@ -71,6 +71,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a console or a log of another encoding shows "?" for what it lacks
     check_python(sys.version_info[:2])
     testing = options.test or options.test_full
     environment(engines=testing or options.install == "engines", tests=testing)

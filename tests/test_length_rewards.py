@@ -16,6 +16,7 @@ from alar.baselines.length_rewards import (
     length_rewards,
     o1_pruner,
     reference_means,
+    round_lengths,
     shorter_better,
     stated_limit,
     think_prune,
@@ -55,6 +56,12 @@ def test_shorterbetter_aims_at_the_shortest_correct_sample_or_the_groups_mean():
     by_hand = [2.0, -0.001 * 10, -0.001 * 80, 2 - 0.001 * 80, -0.001 * 10, 2.0]
     assert shorter_better(MIXED) == pytest.approx(by_hand, abs=1e-12)
     assert shorter_better(MIXED, 1.0, 0.5)[2:4] == pytest.approx([-40.0, 1 - 40.0])
+
+
+def test_rounds_share_the_steps():
+    assert round_lengths(4, 3) == [2, 1, 1] and round_lengths(5, 4) == [2, 1, 1, 1] and round_lengths(9, 3) == [3, 3, 3]
+    with pytest.raises(ValueError, match="3 rounds in 2 steps"):
+        round_lengths(2, 3)
 
 
 def test_thinkprune_pays_for_answers_within_the_limit():

@@ -122,6 +122,17 @@ def test_a_mistake_in_a_variant_names_it(tmp_path, monkeypatch):
         params.load_variants("p.yaml")
 
 
+def test_a_file_may_be_about_some_stages_and_a_variant_about_others(tmp_path, problems, repository):
+    (tmp_path / "base.yaml").write_text('only: ["01"]\naasd: {epochs: 2.0}')
+    (tmp_path / "p.yaml").write_text('extends: base.yaml\nonly: ["11", "12"]\nvariants: {a: {}, b: {only: ["13"]}}')
+    found = params.load_variants(tmp_path / "p.yaml")
+    assert {name: domains["search"].only for name, domains in found.items()} == {"a": ("11", "12"), "b": ("13",)}
+    assert params.load(tmp_path / "base.yaml").only == ("01",)
+    assert problems("extends: base.yaml\nonly: 12")[0].startswith("params.yaml: only: must list stage numbers in quotes")
+    baselines = params.load(repository / "params" / "baselines.yaml", absent=[])
+    assert baselines.only == ("11", "12", "13", "14", "16")
+
+
 def test_later_layers_win(tmp_path):
     (tmp_path / "base.yaml").write_text("aasd:\n  epochs: 1.0\n  batch_size: 2\n  lora_rank: 3\n  lora_alpha: 4")
     (tmp_path / "p.yaml").write_text(

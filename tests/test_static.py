@@ -103,6 +103,7 @@ def test_missing_columns_sets_and_repeated_ids_are_errors(tmp_path):
     ("numeric", "The answer is 7.", "7", True), ("numeric", "1/2", "0.5", True), ("numeric", "50%", "50", True),
     ("numeric", "18 or 19", "18", False), ("numeric", "3+4=7", "7", False), ("numeric", "-5", "5", False),
     ("numeric", "1/0", "1", False), ("numeric", "", "5", False), ("numeric", "eighteen", "18", False),
+    ("letter", "The answer is **B**.", "B", True), ("letter", "**B**", "B", True),
     ("letter", "B", "B", True), ("letter", "(b)", "B", True), ("letter", "B. cats", "B", True),
     ("letter", "I think the answer is (C) here", "C", True), ("letter", "Because", "B", False), ("letter", "A man", "A", False),
     ("math", r"\frac12", "0.5", True), ("math", r"x = \dfrac{1}{2}", r"\frac12", True), ("math", r"90^\circ", "90", True),

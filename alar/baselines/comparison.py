@@ -190,7 +190,8 @@ class Comparison:
         """`tables.METHODS`: one row per method. Raises TableError where the base is not measured."""
         records, answers = self.records(), self.answers()
         if BASE not in set(answers["system"]):
-            raise tables.TableError(f"{self.folder}: '{BASE}' is not measured here, so nothing can be compared with it")
+            raise tables.TableError(f"{self.folder}: '{BASE}' is not measured here, so nothing can be compared with it: measure it "
+                                    "first, as the notebooks do with study_methods")
         options = {"resamples": resamples, "seed": seed}
         summary = statistics.summarise(answers, BASE, **options).query("question_type == 'all'").set_index("system")
         efficiency = statistics.efficiency(answers, BASE, **options).set_index("system")

@@ -142,6 +142,13 @@ def o1_pruner(
     ]
 
 
+def round_lengths(steps: int, rounds: int) -> list[int]:
+    """Steps of each of ThinkPrune's rounds, as equal as can be, the longer ones first. ValueError for fewer steps than rounds."""
+    if not 1 <= rounds <= steps:
+        raise ValueError(f"{rounds} rounds in {steps} steps: every round needs a step")
+    return [steps // rounds + (number < steps % rounds) for number in range(rounds)]
+
+
 def reference_means(samples: Sequence[Sample]) -> dict[str, Reference]:
     """Question → means over its samples, which the reference model has written."""
     by_question = defaultdict(list)

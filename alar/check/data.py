@@ -140,7 +140,7 @@ def location(section: str, key: str, value: str, experiment: Experiment) -> Item
     if "toolmind" in value:
         command, size = GET_TOOLMIND, TOOLMIND_BYTES
     elif "15_static_evaluation" in value:
-        command, size = "python run_all.py --only 01,15", 0
+        command, size = "python run_all.py --domain search --only 01,15", 0
     elif (section, key) == ("retrieval", "index"):
         command, size = (f"python -m alar.search.index --corpus {experiment.retrieval.corpus or 'CORPUS.jsonl'} --index {value} "
                          f"--model {experiment.retrieval.model}"), 0

@@ -181,15 +181,17 @@ def _assemble(path: Path, overrides: tuple[str, ...], variant: str | None, domai
             raise ParameterError(
                 f"{path}: extends: {extends} itself extends {further}"
                 + (": a cycle" if cyclic else "; only one level is supported, so name the last file"))
+        base_sections.pop("only", None)  # says what the other file runs
         layers.append((str(base), base_sections))
+    only = _stages(f"{path}: only", sections.pop("only", []))
     layers.append((str(path), sections))
-    only: tuple[str, ...] = ()
     if variant is not None:
         if variant not in variants:
             raise ParameterError(f"{path}: unknown variant {variant!r}{did_you_mean(variant, variants)}; "
                                  f"it has {', '.join(variants) or 'none'}")
         differing = dict(variants[variant])
-        only = _stages(f"{path}: variants.{variant}.only", differing.pop("only", []))
+        if "only" in differing:
+            only = _stages(f"{path}: variants.{variant}.only", differing.pop("only"))
         layers.append((f"{path}: variants.{variant}", differing))
 
     problems: list[str] = []

@@ -66,7 +66,7 @@ class Static(Section):
 
 
 class DualVocabulary(Supervised):
-    """Notebook 14. What it does not name, RL takes from `rl`."""
+    """Notebook 14. RL takes prompts, rate and temperature of a step from `rl`; its reward is 1 for a right answer."""
 
     methods: list[Literal["text", "dual", "latent_only"]] = ["text", "dual", "latent_only"]  # trained on traces; [] = none
     vocabulary: Literal["full_copy", "subset"] = "full_copy"

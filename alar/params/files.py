@@ -44,7 +44,7 @@ def parse_value(text: str) -> Any:
 
 
 def read_document(path: Path) -> tuple[dict, dict, str]:
-    """A file's (sections, variants, extends)."""
+    """A file's (sections, variants, extends); the sections may hold `only`, the stages that the file is about."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -300,7 +300,7 @@ class Experiment(Section):
     logprob: Logprob = Logprob()
     tokenskip: Tokenskip = Tokenskip()
     ablations: Ablations = Ablations()
-    only: tuple[str, ...] = Field(default=(), exclude=True)  # stages a variant is limited to
+    only: tuple[str, ...] = Field(default=(), exclude=True)  # stages that the file or the variant is limited to
     stated: tuple[tuple[str, str, str], ...] = Field(default=(), exclude=True)  # (section, key, where) in the files
 
     def inconsistencies(self):

@@ -80,6 +80,15 @@ def hardware() -> dict[str, Any]:
     return found
 
 
+def cuda() -> bool:
+    """Whether this machine has an NVIDIA GPU, asked without torch, whose import takes seconds."""
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0 and "GPU" in done.stdout
+
+
 def available_cores() -> int:
     """Logical cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

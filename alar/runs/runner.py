@@ -9,8 +9,8 @@ import contextlib
 import shutil
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -46,38 +46,53 @@ class _Job:
 
     label: str
     experiment: Experiment
-    variant: str
     domain: str
     run_dir: Path
     notebooks: tuple[Path, ...]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it reads what other variants have computed, and so comes after them."""
+        return any(notebook.stem in GATHERING for notebook in self.notebooks)
 
 
 def main(request: Request, *, root: Path, notebooks_dir: Path | None = None, list_only: bool = False,
          terminal: Terminal | None = None) -> int:
     """Carry out the request; returns the exit code."""
     terminal = terminal or Terminal()
-    try:
+
+    def work() -> int:
         jobs = plan(request, root, notebooks_dir or root / "notebooks")
         if list_only:
             for job in jobs:
                 _list(job, root, terminal)
             return 0
-        at_once = _at_once(jobs)
-        with contextlib.ExitStack() as held, _ending_on_terminate():
-            if at_once > 1:
-                if code := _run_side_by_side(jobs, at_once, request, root, notebooks_dir, terminal):
-                    return code
-            else:
-                for job in jobs:
-                    held.enter_context(locks.run_folder(job.run_dir))
-                for job in jobs:
-                    run(job, request, root, terminal)
+        beside = [job for job in jobs if not job.gathers]
+        at_once = _at_once(beside)
+        if at_once > 1:
+            if code := _run_side_by_side(beside, at_once, request, root, terminal):
+                return code
+        with contextlib.ExitStack() as held:
+            alone = [job for job in jobs if job.gathers or at_once == 1]
+            for job in alone:
+                held.enter_context(locks.run_folder(job.run_dir))
+            for job in alone:
+                run(job, request, root, terminal)
         if request.publish:
             from alar.runs.publish import publish
 
             for line in publish([(job.domain, job.run_dir) for job in jobs], root):
                 terminal.say(line)
         return 0
+
+    return _exit_code(work, terminal)
+
+
+def _exit_code(work: Callable[[], int], terminal: Terminal) -> int:
+    """Do the work; what ends it early is said, and becomes an exit code."""
+    try:
+        with _ending_on_terminate():
+            return work()
     except (params.ParameterError, NotebookError) as error:
         terminal.say(str(error))
         return 2
@@ -121,48 +136,56 @@ def plan(request: Request, root: Path, notebooks_dir: Path, *, absent: list[para
             home = (request.run_dir or root / "runs" / experiment.run.name) / name
             label = " · ".join(filter(None, [experiment.run.name, name, domain]))
             if chosen:
-                jobs.append(_Job(label, experiment, name, domain, home / domain, chosen))
+                jobs.append(_Job(label, experiment, domain, home / domain, chosen))
     if not jobs:
         if any(domain == "search" for domains in experiments.values() for domain in domains):
             raise NotebookError(f"none of the chosen notebooks is among those that {request.params.name} names in `only`")
         raise NotebookError(f"the notebooks {', '.join(ON_REQUEST)} are about the search domain: choose --domain search")
-    return jobs
+    return sorted(jobs, key=lambda job: job.gathers)
 
 
 def _at_once(jobs: list[_Job]) -> int:
     """How many run folders are worked on at the same time: two would not fit on a GPU that one was measured for."""
-    wanted = min(jobs[0].experiment.run.jobs, len(jobs), all_cores())
-    return 1 if wanted > 1 and provenance.hardware()["gpus"] else wanted
+    wanted = min(jobs[0].experiment.run.jobs, len(jobs), all_cores()) if jobs else 1
+    return 1 if wanted > 1 and provenance.cuda() else wanted
 
 
-def _run_side_by_side(jobs: list[_Job], at_once: int, request: Request, root: Path, notebooks_dir: Path | None,
-                      terminal: Terminal) -> int:
-    """Every run folder as a request of its own, in a process of its own; returns the exit code."""
-    def part(job: _Job):
-        threads = job.experiment.run.threads or max(1, all_cores() // at_once)
-        own = replace(
-            request, domains=(job.domain,), variants=tuple(filter(None, [job.variant])), publish=False,
-            overrides=(*request.overrides, "run.jobs=1", f"run.threads={threads}"),
-        )
-        return partial(main, own, root=root, notebooks_dir=notebooks_dir)
-
-    gathering = [job for job in jobs if {notebook.stem for notebook in job.notebooks} & set(GATHERING)]
-    code = side_by_side.run({job.label: part(job) for job in jobs if job not in gathering}, at_once, terminal)
-    code = code or side_by_side.run({job.label: part(job) for job in gathering}, 1, terminal)
+def _run_side_by_side(jobs: list[_Job], at_once: int, request: Request, root: Path, terminal: Terminal) -> int:
+    """Every run folder in a process of its own; returns the exit code."""
+    threads = max(1, all_cores() // at_once)
+    codes = side_by_side.run({job.label: partial(_part, job, request, root, threads) for job in jobs}, at_once, terminal)
     for job in jobs:
-        if (job.run_dir / SUMMARY).exists():
+        if codes[job.label] == 0:
             terminal.say(f"\n{job.label}\n{(job.run_dir / SUMMARY).read_text(encoding='utf-8')}")
-    return code
+    failed = [label for label, code in codes.items() if code]
+    for label in failed:
+        killed = f"was killed (signal {-codes[label]}), most often because memory ran out; --set run.jobs=1 needs less"
+        terminal.say(f"{label} {killed if codes[label] < 0 else f'ended with exit code {codes[label]}: its lines above say why'}")
+    if failed:
+        terminal.say("Finished stages are kept; the same command goes on from here.")
+    return max(1, codes[failed[0]]) if failed else 0
 
 
-def run(job: _Job, request: Request, root: Path, terminal: Terminal) -> None:
-    """Run the stages of one run folder that have no valid result yet."""
+def _part(job: _Job, request: Request, root: Path, threads: int, terminal: Terminal) -> int:
+    """One of several run folders, in its own process."""
+    def work() -> int:
+        with locks.run_folder(job.run_dir):
+            run(job, request, root, terminal, threads)
+        return 0
+
+    return _exit_code(work, terminal)
+
+
+def run(job: _Job, request: Request, root: Path, terminal: Terminal, threads: int = 0) -> None:
+    """Run the stages of one run folder that have no valid result yet; threads: where `run.threads` leaves them open, 0 = all."""
     terminal.say(f"{job.label}: {job.run_dir}")
-    seconds = {notebook.stem: _stage(job, k, request, root, terminal) for k, notebook in enumerate(job.notebooks, start=1)}
+    seconds = {
+        notebook.stem: _stage(job, k, request, root, terminal, threads) for k, notebook in enumerate(job.notebooks, start=1)
+    }
     terminal.summary(job.run_dir, seconds)
 
 
-def _stage(job: _Job, k: int, request: Request, root: Path, terminal: Terminal) -> tuple[float, bool]:
+def _stage(job: _Job, k: int, request: Request, root: Path, terminal: Terminal, threads: int) -> tuple[float, bool]:
     """The k-th stage of a job, counted from 1: its wall time, and whether an earlier result was reused."""
     notebook, n = job.notebooks[k - 1], len(job.notebooks)
     stem, folder = notebook.stem, job.run_dir / notebook.stem
@@ -179,8 +202,7 @@ def _stage(job: _Job, k: int, request: Request, root: Path, terminal: Terminal) 
     home = request.run_dir or root / "runs"
     with contextlib.nullcontext() if request.force else locks.sole(home, stages.work_of(folder, parts), terminal.say):
         others = [] if request.force else _stages_elsewhere(job, stem, home)
-        if other := stages.twin(folder, others, parts):
-            record = stages.adopt(folder, other, parts)
+        if (other := stages.twin(folder, others, parts)) and (record := stages.adopt(folder, other, parts)):
             executed.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(other.parent / "executed" / notebook.name, executed)
             provenance.update(job.run_dir, job.experiment, job.domain, str(request.params), stem, record, root)
@@ -200,7 +222,7 @@ def _stage(job: _Job, k: int, request: Request, root: Path, terminal: Terminal) 
             terminal.tick()
 
         try:
-            execute(notebook, executed, flat, root=root, threads=job.experiment.run.threads,
+            execute(notebook, executed, flat, root=root, threads=job.experiment.run.threads or threads,
                     on_cell=terminal.cell, on_progress=terminal.bar, on_tick=tick)
             outcome = "done"
         except KeyboardInterrupt:

@@ -28,10 +28,10 @@ LINE, STATE = "line", "state"  # what a part sends
 Work = Callable[..., int]  # work(terminal=…) → exit code; it is pickled
 
 
-def run(parts: Mapping[str, Work], at_once: int, terminal: Terminal) -> int:
-    """Do all parts, `at_once` of them at a time; returns 0, or the exit code of the first one that failed.
+def run(parts: Mapping[str, Work], at_once: int, terminal: Terminal) -> dict[str, int]:
+    """Do all parts, `at_once` of them at a time; returns their exit codes, −n for one that signal n killed.
 
-    One that fails does not end the others. An interrupt ends all of them and is raised again.
+    One that fails does not end the others. Whatever ends this process's part of it, such as an interrupt, ends all of them.
     """
     context = multiprocessing.get_context("spawn")
     waiting, running, codes = list(parts), {}, {}  # running: connection → (name, process)
@@ -51,7 +51,7 @@ def run(parts: Mapping[str, Work], at_once: int, terminal: Terminal) -> int:
                     name, process = running[connection]
                     try:
                         kind, text = connection.recv()
-                    except EOFError:
+                    except (EOFError, OSError):
                         del running[connection]
                         states.pop(name, None)
                         process.join()
@@ -62,19 +62,17 @@ def run(parts: Mapping[str, Work], at_once: int, terminal: Terminal) -> int:
                     else:
                         terminal.say(f"{name} │ {text}")
                 if live:
-                    screen.update(Group(*(Text(f"{name} │ {text}") for name, text in states.items())), refresh=True)
-    except KeyboardInterrupt:
-        for _, process in running.values():
+                    screen.update(Group(*(Text(f"{name} │ {text}") for name, text in states.items() if text)), refresh=True)
+    except BaseException:
+        for connection, (_, process) in running.items():
             process.terminate()
+            connection.close()
         for _, process in running.values():
             process.join()
         raise
-    failed = [name for name in parts if codes[name]]
-    for name in failed:
-        terminal.say(f"{name} ended with exit code {codes[name]}: its lines above say why")
     if INTERRUPTED in codes.values():
         raise KeyboardInterrupt
-    return codes[failed[0]] if failed else 0
+    return {name: codes[name] for name in parts}
 
 
 def _obey(work: Work, connection: Connection, live: bool) -> None:
@@ -102,6 +100,11 @@ class _PartTerminal(Terminal):
             self.connection.send((STATE, self.state(time.time())))
         else:
             super().tick()
+
+    def stage_ends(self, outcome: str = "done") -> None:
+        super().stage_ends(outcome)
+        if self.live:
+            self.connection.send((STATE, ""))
 
     def summary(self, run_dir: Path, seconds: dict[str, tuple[float, bool]]) -> None:
         self.write_summary(run_dir, seconds)

@@ -114,11 +114,18 @@ def twin(folder: Path, others: Iterable[Path], parts: dict[str, Any]) -> Path | 
     return None
 
 
-def adopt(folder: Path, other: Path, parts: dict[str, Any]) -> dict[str, Any]:
-    """Make `folder` a copy of the finished stage `other`; returns its record, which is written last."""
+def adopt(folder: Path, other: Path, parts: dict[str, Any]) -> dict[str, Any] | None:
+    """Make `folder` a copy of the finished stage `other`; returns its record, which is written last, or None where the other run
+    began that stage anew meanwhile."""
     begin(folder, parts, fresh=True)
     record = read_record(other / runs.FINISHED)
-    shutil.copytree(other, folder, dirs_exist_ok=True, ignore=lambda where, names: [n for n in names if n == runs.FINISHED])
+    try:
+        shutil.copytree(other, folder, dirs_exist_ok=True, ignore=lambda where, names: [n for n in names if n == runs.FINISHED])
+    except OSError:  # shutil.Error too
+        record = None
+    if record is None or _changed_output(folder, record):
+        begin(folder, parts, fresh=True)
+        return None
     write_json(folder / runs.FINISHED, record)
     (folder / runs.UNFINISHED).unlink(missing_ok=True)
     return record

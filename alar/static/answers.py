@@ -2,7 +2,7 @@
 
     numeric   GSM8K: numbers are equal as rationals; `$`, `%`, thousands separators and a trailing unit do not count
     math      MATH: equal after the usual clean-up of LaTeX, else equal as mathematics (the `math-verify` library)
-    letter    MMLU: A, B, C or D, bare or as in "(B)", "B.", "B) text", "the answer is B"
+    letter    MMLU: A, B, C or D, bare or as in "(B)", "B.", "B) text", "the answer is **B**"
     exact     SQuAD-order exact match, for everything else
 
 Every scorer takes (prediction, accepted answers), returns a bool and never raises, whatever a policy wrote.
@@ -85,7 +85,7 @@ def numeric(prediction: str, accepted: Sequence[str]) -> bool:
 
 def letter(prediction: str, accepted: Sequence[str]) -> bool:
     """MMLU's score."""
-    text = (last_boxed(prediction) or prediction).strip()
+    text = re.sub(r"[*`_]+", "", last_boxed(prediction) or prediction).strip()  # **B**
     found = _LETTERS[0].search(text) or _LETTERS[1].match(text)
     return found is not None and found[1].upper() in {gold.strip().upper() for gold in accepted}
 

@@ -28,7 +28,10 @@ def conditioned_form(form: Form, ratio: float, eos: str) -> Form:
         pieces = list(form.prompt(question))
         closing = [i for i, piece in enumerate(pieces) if isinstance(piece, Trusted) and piece.startswith(eos)]
         if not closing:
-            raise ValueError(f"the prompt of {question.id} has no {eos} that ends the user's turn: a ratio has no place in it")
+            raise ValueError(
+                f"the prompt of {question.id} has no {eos} that ends the user's turn, so a ratio has no place in it: take a model "
+                "whose end-of-sequence token closes a turn, as that of instruct models does"
+            )
         pieces[closing[-1] : closing[-1]] = [Trusted(eos), str(ratio), Trusted(eos)]
         return pieces
 
