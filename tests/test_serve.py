@@ -133,6 +133,10 @@ def test_a_streamed_answer_is_remembered_too(served):
         ("/v1/responses", {"input": "x"}, "use /v1/chat/completions"),
         ("/v1/completions", {"prompt": "a<latent>••••</latent>b"}, "plain bullets"),
         ("/v1/completions", {"prompt": "a", "vllm_xargs": {"latent_mode": "always"}}, "expected one of free"),
+        ("/v1/completions", {"prompt": "a", "vllm_xargs": {"latent_record": "r"}, "top_k": 5}, "temperature and top_p only"),
+        ("/v1/completions", {"prompt": "a", "vllm_xargs": {"latent_seed": "x"}}, "expected a whole number"),
+        ("/v1/completions", {"prompt": "a", "use_beam_search": True, "n": 2}, "beam search"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "use_beam_search": True}, "beam search"),
     ],
 )
 def test_what_cannot_be_exact_is_refused_with_the_reason(served, path, body, reason):
@@ -144,8 +148,42 @@ def test_a_context_with_a_broken_block_fails_its_request_only(served):
     address, _, codec, _ = served
     broken = codec.prompt("x") + codec.latent_open + [codec.latent_token_id] * 3 + codec.latent_close
     status, answer = ask(address, "/v1/completions", prompt=broken)
+    assert status == 400 and "has 3 positions, this checkpoint has K = 4" in answer["error"]["message"]
+    assert ask(address, "/v1/completions", prompt=codec.prompt("x"))[0] == 200
+
+
+def test_content_in_parts_is_the_same_as_in_one_piece(served):
+    address = served[0]
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": " Lima?"}]
+    pieces = chat(address, [{"role": "user", "content": parts}])[1]["prompt_token_ids"]
+    lone = chat(address, [{"role": "user", "content": parts[:1]}])[1]["prompt_token_ids"]
+    assert len(pieces) > len(lone) and lone == chat(address, [{"role": "user", "content": "What is"}])[1]["prompt_token_ids"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"latent_forced": [10**9]}, {"latent_forced": [10**9], "latent_seed": 3}, {"latent_written": 999}]
+)
+def test_what_no_turn_can_begin_with_fails_its_request_only(served, options):
+    address, _, codec, _ = served
+    status, _ = ask(address, "/v1/completions", prompt=codec.prompt("x"), vllm_xargs=options)
     assert status == 500
     assert ask(address, "/v1/completions", prompt=codec.prompt("x"))[0] == 200
+
+
+def test_a_recorded_request_is_sampled_at_its_temperature(served):
+    address, model, codec, _ = served
+    prompt, answers = codec.prompt("anything"), set()
+    for key in ("one", "two", "three"):
+        body = {"prompt": prompt, "temperature": 1.0, "return_token_ids": True, "vllm_xargs": {"latent_record": key}}
+        ids = ask(address, "/v1/completions", **body)[1]["choices"][0]["token_ids"]
+        noted = httpx.get(f"{address}/v1/latents/{key}").json()["logprobs"]
+        with torch.no_grad():
+            hidden = model.latent_states(torch.tensor([prompt + ids])).hidden[0, len(prompt) - 1 : -1]
+        logprobs = torch.log_softmax(policy_logits(model, hidden), -1)
+        for place, (token, value) in enumerate(zip(ids, noted)):
+            assert value is None or abs(value - logprobs[place, token].item()) <= 1e-3
+        answers.add(tuple(ids))
+    assert len(answers) == 3
 
 
 def test_z_and_log_probs_are_fetched_once(served):

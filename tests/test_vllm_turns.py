@@ -21,9 +21,10 @@ from alar.rollout.vllm.history import (
     BlockMemory,
     HistoryRefused,
     LatentHistory,
+    refuse_broken_blocks,
     refuse_text_blocks,
 )
-from alar.rollout.vllm.turns import TurnOptions, open_turn, problem_in_context
+from alar.rollout.vllm.turns import TurnOptions, open_turn, problem_in_context, problem_in_turn
 from alar.serve import server_arguments
 
 
@@ -83,6 +84,8 @@ def configuration(**different):
         "parallel_config.decode_context_parallel_size": 1,
         "parallel_config.prefill_context_parallel_size": 1,
         "parallel_config.use_ubatching": False,
+        "parallel_config.data_parallel_size": 1,
+        "cache_config.cache_dtype": "auto",
         "compilation_config.cudagraph_mode": None,
     }
     for name, value in {**settings, **different}.items():
@@ -114,6 +117,8 @@ class Graphs:
         ("parallel_config.pipeline_parallel_size", 2, "pipeline parallelism.*use tensor parallelism"),
         ("parallel_config.decode_context_parallel_size", 2, "context parallelism"),
         ("parallel_config.use_ubatching", True, "leave enable_dbo off"),
+        ("parallel_config.data_parallel_size", 2, "one server per replica"),
+        ("cache_config.cache_dtype", "fp8_e5m2", "leave kv_cache_dtype at auto"),
         ("compilation_config.cudagraph_mode", Graphs(), "leave it at FULL_AND_PIECEWISE"),
         ("speculative_config", object(), "leave speculative_config out"),
         ("kv_transfer_config", object(), "leave kv_transfer_config out"),
@@ -175,13 +180,25 @@ def test_a_turn_may_have_several_blocks_forced_chosen_or_written_before(codec):
         ({"latent_mod": "free"}, "latent_mod: unknown option"),
         ({"latent_forced": ["a"]}, "latent_forced: expected a list of token ids"),
         ({"latent_stops": "</search>"}, "latent_stops: expected a list"),
+        ({"latent_forced": 5}, "latent_forced: expected a list of token ids"),
+        ({"latent_forced": "12"}, "latent_forced: expected a list of token ids"),
+        ({"latent_stops": 5}, "latent_stops: expected a list"),
+        ({"latent_seed": [1]}, r"latent_seed \[1\]: expected a whole number"),
         ({"latent_written": -1}, "latent_written -1"),
+        ({"latent_written": True}, "latent_written True"),
     ],
 )
 def test_wrong_options_are_named(extra, message):
     with pytest.raises(ValueError, match=message):
         TurnOptions.of(extra)
     assert TurnOptions.of({"other": 1}) == TurnOptions()
+
+
+def test_a_turn_begins_with_ids_that_it_may_hold(codec):
+    latent = codec.latent_token_id
+    assert problem_in_turn(TurnOptions(forced=(1, latent - 1), written=2), [1, 2], latent) == ""
+    assert f"{latent} is no token" in problem_in_turn(TurnOptions(forced=(1, latent)), [1], latent)
+    assert "the prompt has 2 tokens" in problem_in_turn(TurnOptions(written=3), [1, 2], latent)
 
 
 def test_contexts_must_hold_whole_blocks(codec):
@@ -222,6 +239,23 @@ def test_histories_that_cannot_be_rebuilt_are_refused_with_the_reason(codec, mes
     with pytest.raises(HistoryRefused) as refusal:
         BlockMemory(codec).placeholders([{"role": "user", "content": "x"}, message])
     assert str(refusal.value) == reason
+
+
+def test_content_that_can_be_read_once_is_kept(codec):
+    """What OpenAI's types become in vLLM."""
+    messages = [{"role": "user", "content": iter([{"type": "text", "text": "a"}])}, {"role": "assistant", "content": None}]
+    rendered, _ = BlockMemory(codec).placeholders(messages)
+    assert rendered == [{"role": "user", "content": [{"type": "text", "text": "a"}]}, messages[1]]
+
+
+def test_broken_blocks_among_ids_are_refused(codec):
+    cut = codec.latent_open + [codec.latent_token_id] * 3 + codec.latent_close
+    whole = codec.latent_open + [codec.latent_token_id] * 4 + codec.latent_close
+    refuse_broken_blocks(codec, whole)
+    refuse_broken_blocks(codec, ["text", whole])
+    for prompt in (cut, [whole, cut]):
+        with pytest.raises(HistoryRefused, match="has 3 positions"):
+            refuse_broken_blocks(codec, prompt)
 
 
 def test_a_users_text_may_speak_of_blocks(codec):

@@ -110,6 +110,10 @@ def check_engine(vllm_config) -> None:
             f"cudagraph_mode {graphs.name}: prefilling and decoding would share padded graphs, in which a request's tokens "
             "cannot be told from padding; leave it at FULL_AND_PIECEWISE"
         )
+    if parallel.data_parallel_size > 1:
+        problems.append("data parallelism: a record lies on one rank and is asked of all; start one server per replica")
+    if str(vllm_config.cache_config.cache_dtype).startswith("fp8"):
+        problems.append("an fp8 KV cache: not verified for latent blocks; leave kv_cache_dtype at auto")
     if parallel.use_ubatching:
         problems.append("dual batch overlap: a step's requests would be split; leave enable_dbo off")
     if vllm_config.speculative_config is not None:

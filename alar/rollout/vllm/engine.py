@@ -29,8 +29,9 @@ class IntegrityError(RuntimeError):
 class VLLMEngine(Engine):
     """`Engine` on a checkpoint folder, latent or not.
 
-    `arguments` go to `vllm.LLM` and override the defaults, which suit small models on a CPU; on GPUs leave out
-    `enforce_eager`. Close the engine, or use it as a context manager: vLLM holds memory and processes.
+    `arguments` go to `vllm.LLM` and override the defaults: eager on a CPU, CUDA graphs on a GPU. Close the engine, or use it as a
+    context manager: vLLM holds memory and processes. Where a turn fails, `step` raises; those that ended beside it come with
+    the next call.
     """
 
     def __init__(self, folder: str | Path, *, async_scheduling: bool = True, **arguments):
@@ -44,13 +45,14 @@ class VLLMEngine(Engine):
         from alar.rollout.vllm.turns import codec_of
 
         register(imported=current_platform.is_cpu())
-        defaults = {"enforce_eager": True, "skip_tokenizer_init": True, "seed": 0, "disable_log_stats": True}
+        defaults = {"enforce_eager": current_platform.is_cpu(), "skip_tokenizer_init": True, "seed": 0, "disable_log_stats": True}
         defaults["dtype"] = stored_dtype(folder)
         self.llm = LLM(str(folder), **{**defaults, **engine_arguments(async_scheduling=async_scheduling), **arguments})
         self.config = self.llm.llm_engine.vllm_config
         self.codec = codec_of(self.config)
         self._keys = itertools.count()
         self._written: dict[str, tuple[TurnRequest, Sampling]] = {}  # vLLM's request id → the turn being written
+        self._ended: list[tuple[TurnRequest, TurnOutput]] = []  # beside one that failed, not handed out yet
 
     def __enter__(self) -> VLLMEngine:
         return self
@@ -78,10 +80,11 @@ class VLLMEngine(Engine):
             self._records(keys)
         for key in keys:
             del self._written[key]
+        self._ended = [turn for turn in self._ended if turn[0].session not in gone]
 
     def reset(self) -> None:
         """Forget all contexts, turns in the making included: call after the weights have changed."""
-        self.release([request.session for request, _ in self._written.values()])
+        self.release([request.session for request, _ in [*self._written.values(), *self._ended]])
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(
                 "vLLM kept its prefix cache because requests are under way that were not sent through this engine: end them, "
@@ -95,7 +98,7 @@ class VLLMEngine(Engine):
 
     @property
     def busy(self) -> bool:
-        return bool(self._written)
+        return bool(self._written or self._ended)
 
     def submit(self, requests: Sequence[TurnRequest], sampling: Sampling) -> None:
         sessions = [request.session for request in requests] + [request.session for request, _ in self._written.values()]
@@ -112,10 +115,16 @@ class VLLMEngine(Engine):
     def step(self) -> list[tuple[TurnRequest, TurnOutput]]:
         ended = [answer for answer in self.llm.llm_engine.step() if answer.finished]
         records = self._records([answer.request_id for answer in ended]) if ended else []
-        turns = []
+        turns, self._ended, failure = self._ended, [], None
         for answer, record in zip(ended, records):
             request, sampling = self._written.pop(answer.request_id)
-            turns.append((request, self._replay(request, answer, record, sampling)))
+            try:
+                turns.append((request, self._replay(request, answer, record, sampling)))
+            except IntegrityError as error:
+                failure = failure or error
+        if failure:
+            self._ended = turns
+            raise failure
         return turns
 
     def _records(self, keys: list[str]) -> list[dict | None]:

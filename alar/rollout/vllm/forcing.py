@@ -100,6 +100,8 @@ class BlockForcer(LogitsProcessor):
             raise ValueError("structured outputs would forbid the pieces of a latent block; send latent_mode: off with them")
         if options.record and params.n > 1:
             raise ValueError(f"latent_record with n = {params.n}: a record belongs to one sample; send n requests")
+        if options.record and not plain(params):
+            raise ValueError("latent_record goes with temperature and top_p only: leave top_k, min_p and penalties out")
         if params.seed is not None and params.temperature > 0 and not plain(params) and current_platform.is_cpu():
             raise ValueError("seed on a CPU goes with temperature and top_p only: leave top_k, min_p and penalties out")
 
@@ -172,7 +174,7 @@ class BlockForcer(LogitsProcessor):
         logprobs = torch.log_softmax(policy, dim=-1, dtype=torch.float32)
         chosen = logprobs.argmax(-1)
         if any(temperatures):
-            drawn = [row.random is not None for row in rows]
+            drawn = [row.random is not None for row in rows]  # all that have a temperature, see the scheduler
             draws = torch.tensor([row.draw() if row.random else 0.0 for row in rows], device=self.device)
             nucleus = torch.tensor([row.top_p for row in rows], device=self.device)
             sampled = inverse_cdf(logprobs.exp(), draws, nucleus)
@@ -189,7 +191,6 @@ class BlockForcer(LogitsProcessor):
 
     def _record(self, decided: list[int], rows: list[Row], forced: dict[int, int], logprobs: Tensor) -> None:
         latent = self.codec.latent_token_id
-        fed = None
         for place, (index, row) in enumerate(zip(decided, rows)):
             if row.record is None:
                 continue
@@ -198,8 +199,7 @@ class BlockForcer(LogitsProcessor):
             if index in forced:
                 row.record.forced.add(len(row.outputs))
             if row.outputs and row.outputs[-1] == latent and self.shared.step is not None:
-                fed = self.shared.step.latents.clone() if fed is None else fed
-                row.record.latents[len(row.outputs) - 1] = (fed, index)
+                row.record.latents[len(row.outputs) - 1] = (self.shared.step.latents[index : index + 1].clone(), 0)
 
     def _signal(self, logits: Tensor, forced: dict[int, int]) -> None:
         """Make violated requests contradict themselves: the latent id, or where that is due, a piece of the close tag."""

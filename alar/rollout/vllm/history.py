@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse
 
 from alar import protocol
 from alar.rollout.codec import Codec
+from alar.rollout.vllm.turns import problem_in_context
 
 _BLOCK = re.compile(
     f"{protocol.LATENT_OPEN}(?:{protocol.BULLET}|{re.escape(protocol.LATENT_TOKEN)}|\\s)*{protocol.LATENT_CLOSE}"
@@ -74,6 +75,8 @@ class BlockMemory:
         """Messages with every remembered answer replaced by one `<|latent|>`, and the ids of each. Raises HistoryRefused."""
         rendered, found = [], []
         for message in messages:
+            if not isinstance(message.get("content") or "", str):  # an iterator that can be read once
+                message = {**message, "content": list(message["content"])}
             text = message_text(message)
             if protocol.LATENT_TOKEN in text and message.get("role") != "assistant":
                 raise HistoryRefused(RESERVED)
@@ -113,6 +116,23 @@ def refuse_text_blocks(prompt) -> None:
         for part in prompt:
             if not isinstance(part, int):
                 refuse_text_blocks(part)
+
+
+def refuse_broken_blocks(codec: Codec, prompt) -> None:
+    """Raise HistoryRefused for a prompt of ids, or one of several, whose latent blocks are not whole."""
+    if isinstance(prompt, (list, tuple)):
+        if all(isinstance(part, int) for part in prompt):
+            if problem := problem_in_context(codec, prompt):
+                raise HistoryRefused(problem)
+        else:
+            for part in prompt:
+                refuse_broken_blocks(codec, part)
+
+
+def refuse_beams(request) -> None:
+    """Raise HistoryRefused for beam search, which asks for one token at a time and would never close a block."""
+    if getattr(request, "use_beam_search", False):
+        raise HistoryRefused("beam search does not write latent blocks; leave use_beam_search out")
 
 
 class LatentHistory:
@@ -163,6 +183,7 @@ class LatentHistory:
     def _chat(self, renderer, render):
         async def chat(request, **kwargs):
             try:
+                refuse_beams(request)
                 given = request.messages
                 request.messages, found = self.memory.placeholders(given)
                 try:
@@ -181,7 +202,9 @@ class LatentHistory:
     def _completion(self, renderer, render):
         async def completion(request, **kwargs):
             try:
+                refuse_beams(request)
                 refuse_text_blocks(request.prompt)
+                refuse_broken_blocks(self.memory.codec, request.prompt)
             except HistoryRefused as error:
                 return renderer.create_error_response(str(error))
             return await render(request, **kwargs)

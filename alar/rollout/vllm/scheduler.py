@@ -9,13 +9,15 @@
 
 from __future__ import annotations
 
+import secrets
+
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from alar.rollout.vllm.forcing import plain
-from alar.rollout.vllm.turns import TurnOptions, codec_of, open_turn, problem_in_context
+from alar.rollout.vllm.turns import DEFAULT, TurnOptions, codec_of, open_turn, problem_in_context, problem_in_turn
 
 logger = init_logger(__name__)
 
@@ -28,14 +30,23 @@ class LatentScheduling:
         self.codec = codec_of(self.vllm_config)
 
     def add_request(self, request: Request) -> None:
-        params = request.sampling_params
+        params, prompt = request.sampling_params, request.prompt_token_ids
         options = TurnOptions.of(params.extra_args)
-        if params.seed is not None and plain(params):  # drawn by the forcing, see there
-            seed = {"latent_seed": params.seed} if params.temperature > 0 else {}
+        seed = params.seed
+        if seed is None and options.record:  # its log-probs are noted where its tokens are drawn
+            seed = secrets.randbits(48)
+        if seed is not None and plain(params):  # drawn by the forcing, see there
+            extra = {"latent_seed": seed} if params.temperature > 0 else {}
             params = request.sampling_params = params.clone()
-            params.seed, params.extra_args = None, {**(params.extra_args or {}), **seed}
-        request.latent_problem = problem_in_context(self.codec, request.prompt_token_ids)
-        request.latent_writer = open_turn(self.codec, options, request.prompt_token_ids)
+            params.seed, params.extra_args = None, {**(params.extra_args or {}), **extra}
+        choosable = self.codec.latent_token_id or self.vllm_config.model_config.get_vocab_size()
+        request.latent_problem = problem_in_turn(options, prompt, choosable)
+        if request.latent_problem:  # nothing of it reaches the workers
+            options = DEFAULT
+            params = request.sampling_params = params.clone()
+            params.extra_args = None
+        request.latent_problem = request.latent_problem or problem_in_context(self.codec, prompt)
+        request.latent_writer = open_turn(self.codec, options, prompt)
         super().add_request(request)
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
@@ -61,8 +72,9 @@ class LatentScheduling:
             logger.error("Request %s failed: %s", request.request_id, problem)
             request.status, request.stop_reason, request.resumable = RequestStatus.FINISHED_ERROR, problem, False
             return new_token_ids, True
-        if stopped and inside and request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
-            request.stop_reason = "latent block cut by max_model_len"
+        if stopped and inside:
+            by_length = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+            request.stop_reason = f"latent block cut by {'max_model_len' if by_length else 'a stop token'}"
         elif not stopped and writer is not None and writer.output.finish == "stop":
             request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, "latent_stops"
             stopped = True

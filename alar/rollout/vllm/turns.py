@@ -6,9 +6,11 @@ API):
     latent_mode      free (default) · latent · think: the turn opens with that tag · off: `<latent>` stays plain text
     latent_forced    token ids that open the turn
     latent_written   how many ids at the end of the prompt already belong to the turn, whole blocks among them or not
-    latent_stops     strings that end the turn, outside of thoughts, as in the in-process engine
+    latent_stops     strings that end the turn, outside of thoughts, as in the in-process engine; their text is part of the
+                     answer only with vLLM's `include_stop_str_in_output`
     latent_record    a key under which log-probs and z are kept for `LatentWorker.latent_records`
-    latent_seed      set by the scheduler from `seed`; the n-th token that the policy chooses then takes the seed's n-th draw
+    latent_seed      set by the scheduler from `seed`, or at random for a recorded request without one; the n-th token that the
+                     policy chooses then takes the seed's n-th draw
 
 vLLM is not imported here.
 """
@@ -53,14 +55,17 @@ class TurnOptions:
         if mode not in MODES:
             raise ValueError(f"latent_mode {mode!r}: expected one of {', '.join(MODES)}")
         forced, written = given.get("latent_forced", ()), given.get("latent_written", 0)
-        if any(not isinstance(token, int) or token < 0 for token in forced):
+        if not isinstance(forced, (list, tuple)) or any(type(token) is not int or token < 0 for token in forced):
             raise ValueError("latent_forced: expected a list of token ids")
-        if not isinstance(written, int) or written < 0:
+        if type(written) is not int or written < 0:
             raise ValueError(f"latent_written {written!r}: expected a number of tokens")
         stops = given.get("latent_stops", ())
-        if isinstance(stops, str) or any(not isinstance(stop, str) or not stop for stop in stops):
+        if not isinstance(stops, (list, tuple)) or any(not isinstance(stop, str) or not stop for stop in stops):
             raise ValueError("latent_stops: expected a list of strings")
-        return cls(mode, tuple(forced), written, tuple(stops), str(given.get("latent_record", "")), given.get("latent_seed"))
+        seed = given.get("latent_seed")
+        if seed is not None and type(seed) is not int:
+            raise ValueError(f"latent_seed {seed!r}: expected a whole number; send `seed`, which sets it")
+        return cls(mode, tuple(forced), written, tuple(stops), str(given.get("latent_record", "")), seed)
 
 
 DEFAULT = TurnOptions()
@@ -96,6 +101,15 @@ def _opening(codec: Codec, mode: str, before: Sequence[int]) -> list[int]:
     if text.endswith(tag):
         return []
     return (codec.separator if not text.endswith(protocol.BLOCK_SEPARATOR) else []) + pieces
+
+
+def problem_in_turn(options: TurnOptions, prompt: Sequence[int], choosable: int) -> str:
+    """What no turn after this prompt can begin with, in words, or ""; `choosable` ids are those below the latent one."""
+    if options.written > len(prompt):
+        return f"latent_written {options.written}: the prompt has {len(prompt)} tokens"
+    if wrong := [token for token in options.forced if token >= choosable]:
+        return f"latent_forced: {wrong[0]} is no token that a turn can open with; ids are below {choosable}, blocks fill themselves"
+    return ""
 
 
 def problem_in_context(codec: Codec, ids: Sequence[int]) -> str:
