@@ -133,7 +133,11 @@ def test_a_streamed_answer_is_remembered_too(served):
         ("/v1/responses", {"input": "x"}, "use /v1/chat/completions"),
         ("/v1/completions", {"prompt": "a<latent>••••</latent>b"}, "plain bullets"),
         ("/v1/completions", {"prompt": "a", "vllm_xargs": {"latent_mode": "always"}}, "expected one of free"),
-        ("/v1/completions", {"prompt": "a", "vllm_xargs": {"latent_record": "r"}, "top_k": 5}, "temperature and top_p only"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "temperature": 1, "top_k": 5, "vllm_xargs": {"latent_record": "r"}},
+            "temperature and top_p only",
+        ),
         ("/v1/completions", {"prompt": "a", "vllm_xargs": {"latent_seed": "x"}}, "expected a whole number"),
         ("/v1/completions", {"prompt": "a", "use_beam_search": True, "n": 2}, "beam search"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "use_beam_search": True}, "beam search"),
