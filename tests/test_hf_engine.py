@@ -240,6 +240,7 @@ def near_tie(model, request: TurnRequest, output, sampling: Sampling) -> bool:
     return False
 
 
+@pytest.mark.timeout(900)  # a minute on a quiet machine
 def test_a_thousand_random_schedules_write_what_each_request_writes_alone(random_model):
     model, tokenizer = random_model()
     rng = random.Random(5)
