@@ -399,7 +399,7 @@ if not (stage.run_dir / 'go').exists():
 @pytest.fixture
 def two_cores(monkeypatch):
     monkeypatch.setattr("alar.runs.runner.all_cores", lambda: 2)
-    monkeypatch.setattr("alar.runs.provenance.cuda", lambda: False)
+    monkeypatch.setattr("alar.runs.provenance.nvidia_gpus", list)
 
 
 def test_variants_run_side_by_side_and_share_what_is_equal(study, two_cores):
@@ -440,7 +440,7 @@ def test_one_that_fails_does_not_end_the_one_beside_it(study, two_cores):
     assert "tiny · one · search ended with exit code 1" in shown
 
 
-@pytest.mark.skipif(all_cores() < 2 or provenance.cuda(), reason="here, one run at a time")
+@pytest.mark.skipif(all_cores() < 2 or provenance.nvidia_gpus(), reason="here, one run at a time")
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_runs_side_by_side_end_with_the_one_that_started_them(study, number):
     study.notebook("03_aasd", f"epochs = {EPOCHS}", [*AASD, STAY])

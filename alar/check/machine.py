@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import socket
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,6 +12,7 @@ from urllib.parse import urlsplit
 import psutil
 import torch
 
+from alar.runs import provenance
 from alar.search.client import HTTPRetriever
 from alar.search.corpus import RetrievalError
 
@@ -30,20 +30,10 @@ def gpus() -> tuple[list[GPU], str]:
     if torch.cuda.is_available():
         found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         return [GPU(each.name, each.total_memory) for each in found], ""
-    seen = _nvidia_smi()
+    seen = provenance.nvidia_gpus()
     if not seen:
         return [], "none found"
-    return [], f"the driver shows {len(seen)} × {seen[0].name}, but torch {torch.__version__} cannot use them"
-
-
-def _nvidia_smi() -> list[GPU]:
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    rows = [line.rsplit(",", 1) for line in done.stdout.splitlines()] if done.returncode == 0 else []
-    return [GPU(name.strip(), int(memory) * 2**20) for name, memory in rows]
+    return [], f"the driver shows {len(seen)} × {seen[0][0]}, but torch {torch.__version__} cannot use them"
 
 
 def host_memory() -> int:

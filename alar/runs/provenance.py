@@ -80,13 +80,15 @@ def hardware() -> dict[str, Any]:
     return found
 
 
-def cuda() -> bool:
-    """Whether this machine has an NVIDIA GPU, asked without torch, whose import takes seconds."""
+def nvidia_gpus() -> list[tuple[str, int]]:
+    """(name, bytes of memory) of every GPU that the driver shows, asked without torch, whose import takes seconds."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0 and "GPU" in done.stdout
+        return []
+    rows = [line.rsplit(",", 1) for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    return [(name.strip(), int(memory) * 2**20) for name, memory in rows]
 
 
 def available_cores() -> int:

@@ -1,4 +1,4 @@
-"""Runs the numbered notebooks of an experiment in order, per variant and domain: what `run_all.py` calls.
+"""Runs the numbered notebooks of an experiment in order, its variants and domains side by side: what `run_all.py` calls.
 
 Everything is checked before anything runs; finished stages that still hold are skipped; what was done before a failure,
 an interrupt or a kill is kept. Exit codes: 0 done, 1 a cell failed, 2 the request or its parameters are wrong,
@@ -147,7 +147,7 @@ def plan(request: Request, root: Path, notebooks_dir: Path, *, absent: list[para
 def _at_once(jobs: list[_Job]) -> int:
     """How many run folders are worked on at the same time: two would not fit on a GPU that one was measured for."""
     wanted = min(jobs[0].experiment.run.jobs, len(jobs), all_cores()) if jobs else 1
-    return 1 if wanted > 1 and provenance.cuda() else wanted
+    return 1 if wanted > 1 and provenance.nvidia_gpus() else wanted
 
 
 def _run_side_by_side(jobs: list[_Job], at_once: int, request: Request, root: Path, terminal: Terminal) -> int:
