@@ -40,7 +40,9 @@ class Domain(Protocol):
         """What answers the actions of trajectories over these questions; `settings` are those of section `retrieval` (search) and
         the `judge` (tool)."""
 
-    def training_questions(self, count: int, *, worlds: int, seed: int) -> list[Question]: ...
+    def training_questions(self, count: int, *, worlds: int, seed: int, types: Sequence[str] = ()) -> list[Question]:
+        """`types` come in turn, so that one which is named twice comes twice as often; all of them without. Raises ValueError for
+        an unknown one."""
 
     def validation_questions(self, count: int) -> list[Question]: ...
 
@@ -55,9 +57,11 @@ class Domain(Protocol):
 
 class SearchDomain:
     name, form, types = "search", protocol.SEARCH, search_questions.TYPES
-    training_questions = staticmethod(search_questions.training_questions)
     validation_questions = staticmethod(search_questions.validation_questions)
     test_questions = staticmethod(search_questions.test_questions)
+
+    def training_questions(self, count, *, worlds, seed, types=()):
+        return search_questions.training_questions(count, worlds=worlds, seed=seed, types=_known(types, self))
 
     def load_questions(self, source, *, limit=0, test=False):
         """Published sets have names that say which split they are; a file is taken whole."""
@@ -88,9 +92,9 @@ class ToolDomain:
             )
         return ToolEnvironment(execute=embedded == {True}, judge=judge)
 
-    def training_questions(self, count, *, worlds=0, seed):
+    def training_questions(self, count, *, worlds=0, seed, types=()):
         """There are no worlds to choose from: the functions are what they are."""
-        return tool_questions.training_questions(count, seed=seed)
+        return tool_questions.training_questions(count, seed=seed, types=_known(types, self))
 
     def solved_questions(self, count, seed):
         return tool_questions.solved_questions("train", count, seed)
@@ -104,6 +108,12 @@ class ToolDomain:
         else:
             found = load_toolmind(source, "test" if test else "train")
         return found[:limit] if limit else found
+
+
+def _known(types: Sequence[str], domain: Domain) -> Sequence[str]:
+    if unknown := [kind for kind in types if kind not in domain.types]:
+        raise ValueError(f"unknown type {unknown[0]!r} of questions in the {domain.name} domain: expected {', '.join(domain.types)}")
+    return types
 
 
 _DOMAINS: dict[str, Domain] = {domain.name: domain for domain in (SearchDomain(), ToolDomain())}

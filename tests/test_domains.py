@@ -5,7 +5,7 @@ import json
 import pytest
 
 from alar import domains
-from alar.params.sections import DOMAINS
+from alar.params.sections import DOMAINS, QUESTION_TYPES
 from alar.tool.bfcl import PAPER_CATEGORIES
 from alar.tool.requests import request_of
 
@@ -25,6 +25,17 @@ def test_splits_hold_every_type_and_share_no_question(name):
     solved = domain.solved_questions(len(domain.types), 0)
     assert {item.question.type for item in solved} == set(domain.types)
     assert domain.environment(splits[2]).form is domain.form
+
+
+@pytest.mark.parametrize("name", DOMAINS)
+def test_training_questions_are_of_the_types_that_are_named_and_as_often(name):
+    domain = domains.of(name)
+    assert domain.types == QUESTION_TYPES[name]
+    first, second = domain.types[:2]
+    found = [q.type for q in domain.training_questions(12, worlds=2, seed=0, types=[first, second, second])]
+    assert (found.count(first), found.count(second)) == (4, 8)
+    with pytest.raises(ValueError, match=f"unknown type 'essay' of questions in the {name} domain: expected {first}, "):
+        domain.training_questions(2, worlds=1, seed=0, types=["essay"])
 
 
 def test_an_unknown_domain_is_refused():

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from alar.params.files import ParameterError, did_you_mean, kind_of, parse_value, read_document, shown_path
 from alar.params.notebooks import NotebookError, declared_parameters, numbered
-from alar.params.sections import DOMAINS, OWN_SECTION, Experiment, field_kind, section_models
+from alar.params.sections import DOMAINS, OWN_SECTION, QUESTION_TYPES, Experiment, field_kind, section_models
 
 RUN_FOLDER_NAME = "run_dir"  # injected by the runner, with `domain`
 NOT_INJECTED = {"name", "domains", "jobs"}  # of section `run`: they are the runner's, no notebook reads them
@@ -72,12 +72,20 @@ def _all_domains(path: Path, overrides: tuple[str, ...], variant: str | None, ro
     for domain in DOMAINS:
         run = domain in domains or domain == wanted
         try:
-            experiments[domain] = _assemble(path, overrides, variant, domain, root, absent if run else [])
+            experiments[domain] = found = _assemble(path, overrides, variant, domain, root, absent if run else [])
+            problems += _unknown_types(found, domain, path) if run else []
         except ParameterError as error:
             problems = [*problems, *(problem for problem in error.problems if problem not in problems)]
     if problems:
         raise ParameterError(problems)
     return experiments | {"": experiments[domains[0]]}
+
+
+def _unknown_types(experiment: Experiment, domain: str, path: Path) -> list[str]:
+    known = QUESTION_TYPES[domain]
+    source = next((where for section, key, where in experiment.stated if (section, key) == ("rl", "types")), path)
+    return [f"{source}: rl.types: {kind!r} is no type of the {domain} domain's questions{did_you_mean(kind, known)}; "
+            f"they are {', '.join(known)}" for kind in experiment.rl.types if kind not in known]
 
 
 def flatten(experiment: Experiment, notebook: str | Path, *, domain: str | None = None,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Sequence
 from functools import lru_cache
 
 from alar.records import Question, Solved, Step
@@ -185,7 +186,7 @@ def sample_question(facts: World, kind: str, rng: random.Random) -> Solved:
     return _finish(facts.name, kind, rng.choice(_GAP).format(one.name, two.name), str(gap), (2,), steps)
 
 
-def solved_questions(world_name: str, count: int, seed: int, types: tuple[str, ...] = TYPES) -> list[Solved]:
+def solved_questions(world_name: str, count: int, seed: int, types: Sequence[str] = TYPES) -> list[Solved]:
     """`count` distinct questions about one world, the types in turn; the same arguments always give the same list."""
     rng, facts = random.Random(f"{world_name} {seed}"), world(world_name)
     drawn: dict[str, Solved] = {}
@@ -195,10 +196,10 @@ def solved_questions(world_name: str, count: int, seed: int, types: tuple[str, .
     return list(drawn.values())
 
 
-def training_questions(count: int, *, worlds: int, seed: int) -> list[Question]:
-    """Questions about `worlds` counterfactual worlds chosen by `seed`, spread evenly."""
+def training_questions(count: int, *, worlds: int, seed: int, types: Sequence[str] = ()) -> list[Question]:
+    """Questions about `worlds` counterfactual worlds chosen by `seed`, spread evenly; `types` (all without) come in turn."""
     names = [f"counterfactual-{1000 * seed + number}" for number in range(worlds)]
-    return _spread(names, count, seed)
+    return _spread(names, count, seed, types or TYPES)
 
 
 def validation_questions(count: int, *, worlds: int = 2, seed: int = 0) -> list[Question]:
@@ -207,9 +208,9 @@ def validation_questions(count: int, *, worlds: int = 2, seed: int = 0) -> list[
     return _spread(names, count, seed)
 
 
-def _spread(names: list[str], count: int, seed: int) -> list[Question]:
+def _spread(names: list[str], count: int, seed: int, types: Sequence[str] = TYPES) -> list[Question]:
     shares = [count // len(names) + (row < count % len(names)) for row in range(len(names))]
-    return [solved.question for name, share in zip(names, shares) for solved in solved_questions(name, share, seed)]
+    return [solved.question for name, share in zip(names, shares) for solved in solved_questions(name, share, seed, types)]
 
 
 def test_questions(count: int | None = None) -> list[Question]:

@@ -244,8 +244,9 @@ def solved_questions(
     return list(drawn.values())
 
 
-def training_questions(count: int, *, seed: int) -> list[Question]:
-    return [solved.question for solved in solved_questions("train", count, seed)]
+def training_questions(count: int, *, seed: int, types: Sequence[str] = ()) -> list[Question]:
+    """Requests of the training split; `types` (all categories without) come in turn."""
+    return [solved.question for solved in solved_questions("train", count, seed, types or CATEGORIES)]
 
 
 def validation_questions(count: int, *, seed: int = 0) -> list[Question]:
