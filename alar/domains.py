@@ -112,7 +112,8 @@ class ToolDomain:
 
 def _known(types: Sequence[str], domain: Domain) -> Sequence[str]:
     if unknown := [kind for kind in types if kind not in domain.types]:
-        raise ValueError(f"unknown type {unknown[0]!r} of questions in the {domain.name} domain: expected {', '.join(domain.types)}")
+        known = ", ".join(domain.types)
+        raise ValueError(f"unknown type {unknown[0]!r} of questions in the {domain.name} domain: expected {known}")
     return types
 
 

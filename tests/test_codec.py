@@ -1,6 +1,10 @@
 """Token ids and text: tags keep their pieces, and text from outside never becomes a special token."""
 
+from copy import deepcopy
+
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 from alar import protocol
 from alar.records import Origin
@@ -38,6 +42,21 @@ def test_splitting_at_special_tokens_changes_nothing_for_ordinary_questions(code
 def test_piece_bytes_decode_like_the_tokenizer(codec, text):
     ids = codec.untrusted(text)
     assert codec.text(ids) == text == codec.tokenizer.decode(ids)
+
+
+def test_a_tokenizer_whose_pieces_are_no_bytes_is_refused():
+    """As Phi-3's and Llama-2's are: `▁Peru`, `<0x0A>`."""
+    pieces = {"<unk>": 0, "▁Peru": 1, "<0x0A>": 2}
+    backend = Tokenizer(models.BPE(vocab=pieces, merges=[], unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", name_or_path="phi")
+    with pytest.raises(ValueError, match="phi: the piece '▁Peru' holds '▁', which is no byte"):
+        Codec(tokenizer).text([1])
+
+
+def test_added_tokens_are_read_as_they_are_written(tokenizer):
+    extended = deepcopy(tokenizer)
+    extended.add_tokens([AddedToken("a — b", special=False, normalized=False)])
+    assert Codec(extended).text([len(tokenizer)]) == "a — b"
 
 
 def test_a_base_model_without_latent_token_refuses_latent_turns(tokenizer):

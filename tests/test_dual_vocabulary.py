@@ -224,6 +224,15 @@ def test_the_command_line_builds_and_verifies(base, tmp_path, capsys):
     main(["build", str(base()), str(tmp_path / "d"), "--think-missing", "clone_eos"])
     main(["verify", str(tmp_path / "d"), "--untrained"])
     assert capsys.readouterr().out.count("think tags clone_eos <|im_end|>") == 2
+    (tmp_path / "texts").write_text("I look up Peru.\nI look up Chad.\n")
+    (tmp_path / "ids").write_text("7 300\n301\n")
+    how = ("--think-missing", "literal", "--mode")
+    main(["build", str(base()), str(tmp_path / "s"), *how, "subset", "--texts", str(tmp_path / "texts"), "--size", "3"])
+    main(["build", str(base()), str(tmp_path / "c"), *how, "custom", "--source-ids", str(tmp_path / "ids")])
+    assert DualVocab.read(tmp_path / "s").L == 3 and DualVocab.read(tmp_path / "c").source_ids == (7, 300, 301)
+    with pytest.raises(SystemExit):
+        main(["build", str(base()), str(tmp_path / "x"), "--mode", "subset"])
+    assert "subset goes with texts" in capsys.readouterr().err
 
 
 # ---- examples

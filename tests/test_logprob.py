@@ -13,9 +13,11 @@ import torch
 import uvicorn
 
 from alar import protocol
+from alar.baselines.dual.build import build
 from alar.baselines.logprob import INVALID, OPEN, LogProbReward, LogProbScorer, case_of, group_normalised, mixed_rewards
 from alar.baselines.logprob.client import HTTPScorer, ScorerError
-from alar.baselines.logprob.server import create_app
+from alar.baselines.logprob.server import TextCase, create_app, text_case
+from alar.model import load, load_base
 from alar.records import Origin, Question, Trajectory, TurnRecord
 from alar.rl import trainer as module
 from alar.rl.trainer import ARGRPO, RLConfig
@@ -84,8 +86,6 @@ MODES = [("think",), ("latent",), ("think", "latent"), ("latent", "think"), ("la
 @pytest.mark.parametrize("latent", [True, False])
 def test_scores_equal_a_slow_computation_one_by_one(scorer, random_model, latent):
     if not latent:
-        from alar.model import load_base
-
         scorer = LogProbScorer(*load_base(random_model()[0].config._name_or_path), batch_tokens=700)
     golds = ("Peru", "República del Perú", "1994–1997", "answer")
     plans = [modes for modes in MODES if latent or "latent" not in modes]
@@ -97,6 +97,20 @@ def test_scores_equal_a_slow_computation_one_by_one(scorer, random_model, latent
         for gold in golds:
             alone = replace(trajectory, question=replace(trajectory.question, answers=(gold,)))
             assert scorer.score([alone])[0].value == pytest.approx(slow[gold], abs=1e-5)
+
+
+def test_answers_of_a_dual_vocabulary_have_the_probabilities_of_its_base(random_model, tmp_path):
+    """Right for an untrained full copy only where mirrors have no probability: with them every answer token loses ln 2."""
+    base = random_model()[0].config._name_or_path
+    build(base, tmp_path, think_missing="literal")
+    ordinary, dual = LogProbScorer(*load_base(base)), LogProbScorer(*load(tmp_path))
+    for modes in (("think",), ("think", "think")):
+        mirrored = recorded(dual.codec, modes)
+        plain = replace(mirrored, ids=dual.codec.dual.to_source(mirrored.ids))
+        assert plain.ids != mirrored.ids
+        assert dual.score([mirrored])[0].value == pytest.approx(ordinary.score([plain])[0].value, abs=1e-5)
+    with pytest.raises(ValueError, match="response: this model thinks in mirrors .* send the record"):
+        text_case(TextCase(question="Where?", response="<think>x</think>", golds=["Peru"]), dual.codec)
 
 
 def test_z_is_fed_as_recorded(scorer):

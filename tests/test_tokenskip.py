@@ -428,6 +428,8 @@ def test_finished_steps_are_taken_over_and_an_interrupted_stage_goes_on(tmp_path
     second = runs.stage("12_tokenskip", tmp_path / "two")
     taken = Steps(second, {"seed": 2}, skip=["collect"], reuse_from=first.folder)
     assert len(read_trajectories(taken.run("collect", write))) == 2 and len(made) == 2
+    Steps(second, {"seed": 2}).run("collect", write)
+    assert len(made) == 3, "not skipped any more: what was taken over is made anew"
     with pytest.raises(FileNotFoundError, match="cannot be skipped"):
         Steps(second, {}, skip=["train"], reuse_from=first.folder).run("train", write)
     with pytest.raises(ValueError, match="is no step"):

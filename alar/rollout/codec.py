@@ -105,13 +105,24 @@ class Codec:
 
     @cached_property
     def piece_bytes(self) -> list[bytes]:
-        """The bytes that each id stands for; special tokens and the latent id stand for none."""
+        """The bytes that each id stands for; special tokens and the latent id stand for none. Raises ValueError for a tokenizer
+        that is not byte-level (SentencePiece), whose pieces are no bytes."""
         special = set(self.tokenizer.all_special_ids) | {self.latent_token_id}
+        added = {token_id: token.content for token_id, token in self.tokenizer.added_tokens_decoder.items()}
         unicode_to_byte = {character: byte for byte, character in _bytes_to_unicode().items()}
         table = []
         for token_id, piece in enumerate(self.tokenizer.convert_ids_to_tokens(range(len(self.tokenizer)))):
-            text = "" if piece is None or token_id in special else piece
-            table.append(bytes(unicode_to_byte[c] for c in text if c in unicode_to_byte))
+            if piece is None or token_id in special:
+                table.append(b"")
+            elif token_id in added:
+                table.append(added[token_id].encode())
+            elif unknown := [character for character in piece if character not in unicode_to_byte]:
+                raise ValueError(
+                    f"{self.tokenizer.name_or_path}: the piece {piece!r} holds {unknown[0]!r}, which is no byte: this tokenizer "
+                    "is not byte-level, as those of Qwen and Llama-3 are, and turns cannot be read from its ids"
+                )
+            else:
+                table.append(bytes(unicode_to_byte[character] for character in piece))
         return table
 
     def text(self, ids: list[int]) -> str:

@@ -3,7 +3,7 @@
 The context is the record itself: ids as they were written, z of the latent positions fed again as they were. What follows
 is written as the policy would write it, closing tag, separator and answer tokenised as one text; a token counts as the
 gold's if it holds any of its bytes, for a piece may reach over the edge of the tag (`>Peru`). Probabilities are those of
-decoding: the latent id and the spare rows have none.
+decoding: the latent id, the spare rows and, outside of thoughts, mirrors have none.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from alar import protocol
 from alar.records import Origin, Trajectory
 from alar.rollout.codec import Codec
+from alar.rollout.constraint import PhaseConstraint
 from alar.rollout.hf import policy_logits
 
 OPEN = -2.0  # the reasoning never closes
@@ -129,6 +130,8 @@ class LogProbScorer(Scorer):
     def __init__(self, model, tokenizer, form: protocol.Form = protocol.SEARCH, *, batch_tokens: int = 16384):
         self.codec, self.form = Codec.of(model, tokenizer, form), form
         self.model, self.batch_tokens = model.eval(), batch_tokens
+        dual = self.codec.dual
+        self.constraint = None if dual is None else PhaseConstraint(tokenizer, dual, next(model.parameters()).device)
 
     @property
     def positions(self) -> int:
@@ -190,6 +193,9 @@ class LogProbScorer(Scorer):
         row_of = [row for row, (_, _, tokens, first) in enumerate(rows) for _ in range(first, len(tokens))]
         place = [p for _, _, tokens, first in rows for p in range(first, len(tokens))]
         states = hidden[row_of, torch.tensor(place) - 1]  # (n, H): before each token of a gold
-        logprobs = torch.log_softmax(policy_logits(self.model, states), -1)
+        logits = policy_logits(self.model, states)
+        if self.constraint is not None:
+            logits = self.constraint(logits, torch.zeros(len(states)))  # answers are visible text
+        logprobs = torch.log_softmax(logits, -1)
         chosen = logprobs.gather(1, ids[row_of, place][:, None])[:, 0].double().split([len(r[2]) - r[3] for r in rows])
         return [float(part.mean()) for part in chosen]

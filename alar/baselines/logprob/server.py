@@ -92,8 +92,11 @@ class ScoresAnswer(BaseModel):
 
 
 def text_case(request: TextCase, codec: Codec) -> Case:
-    """The search domain's prompt with a response as text. Raises ValueError for a latent block, whose z no text holds."""
+    """The search domain's prompt with a response as text. Raises ValueError for a latent block, whose z no text holds, and for the
+    model of a dual vocabulary, whose thoughts are mirrors."""
     response = request.response
+    if codec.dual is not None:
+        raise ValueError("response: this model thinks in mirrors of its tokens, which no text tells apart; send the record (ids)")
     if protocol.LATENT_OPEN + protocol.BULLET in response:
         raise ValueError("response: a latent block in a text has no z; send the record (ids and latents)")
     *before, last = _OBSERVATION.split(response)  # turns and observations, which are tokenised each for itself

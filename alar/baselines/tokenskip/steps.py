@@ -34,7 +34,8 @@ class Steps:
         if skip and not reuse_from:
             raise ValueError("tokenskip.skip names finished steps: say in tokenskip.reuse_from which folder holds them")
         self.stage, self.skip, self.source = stage, set(skip), runs.resolve(reuse_from) if reuse_from else None
-        self.settings = json.loads(json.dumps(settings))
+        taken = {"skip": sorted(self.skip), "reuse_from": str(self.source or "")}
+        self.settings = json.loads(json.dumps({**settings, **taken}))
         self.seconds: dict[str, float] = {}
         found = stage.resume_from()
         before = json.loads((found[0] / RECORD).read_text(encoding="utf-8")) if found else {}
