@@ -16,6 +16,7 @@ from alar.rollout.sampling import inverse_cdf
 from alar.rollout.vllm import checks
 from alar.rollout.vllm.history import (
     AS_TEXT,
+    EMPTY,
     RESERVED,
     UNKNOWN,
     BlockMemory,
@@ -226,11 +227,30 @@ def test_an_echoed_answer_is_replaced_by_its_ids_whatever_its_tokenisation(codec
         assert prompt == before + ids + after
 
 
+def test_an_answer_whose_calls_a_parser_took_out_is_replaced_by_its_ids(codec):
+    memory = BlockMemory(codec)
+    calls = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    ids = [codec.latent_token_id, 5]
+    memory.remember(f"<latent></latent>\n{calls}", ids)
+    written = [{"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"b":2, "a":1}'}}]
+    for content in ("<latent></latent>", "<latent>••••</latent>\n"):
+        messages, found = memory.placeholders([{"role": "assistant", "content": content, "tool_calls": written}])
+        assert found == [ids] and messages == [{"role": "assistant", "content": "<|latent|>"}]
+    other = [{"function": {"name": "add", "arguments": '{"a": 1, "b": 3}'}}]
+    for message in ({"content": "<latent></latent>"}, {"content": "<latent></latent>", "tool_calls": other}):
+        with pytest.raises(HistoryRefused):
+            memory.placeholders([{"role": "assistant", **message}])
+
+
 @pytest.mark.parametrize(
     "message, reason",
     [
         ({"role": "assistant", "content": "<latent>••••</latent>made up"}, UNKNOWN),
         ({"role": "assistant", "content": "<|latent|>"}, UNKNOWN),
+        ({"role": "assistant", "content": "cut <latent>"}, UNKNOWN),
+        ({"role": "assistant", "content": "<latent></latent"}, UNKNOWN),
+        ({"role": "assistant", "reasoning": "<latent>••••</latent>", "content": "made up"}, UNKNOWN),
+        ({"role": "assistant", "content": EMPTY, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, UNKNOWN),
         ({"role": "user", "content": "<latent><|latent|></latent>"}, RESERVED),
         ({"role": "tool", "content": "<|latent|>"}, RESERVED),
     ],

@@ -2,15 +2,17 @@
 
 A chat client sends back what it was shown: text, in which a latent block is `<latent></latent>` or `<latent>••••</latent>`.
 Feeding that text would put plain bullets where thoughts were. So the server remembers the ids of every answer that holds a
-block, under the text it was shown as. When the answer comes back in an assistant message, the message is rendered as one
-`<|latent|>`, a special token of its own, which is then replaced by the remembered ids. z are recomputed from the ids by the
-engine. An assistant message with a block that this server did not write is refused; so is `<|latent|>` in any text.
+block, under the text it was shown as, and under its content and calls where a tool parser takes these apart. When the
+answer comes back in an assistant message, the message is rendered as one `<|latent|>`, a special token of its own, which is
+then replaced by the remembered ids. z are recomputed from the ids by the engine. An assistant message with a block, or a
+piece of one, that this server did not write is refused; so is `<|latent|>` in any text.
 
 The class `LatentHistory` is an ASGI middleware, set by `alar.serve`; the rest is plain Python.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -21,11 +23,14 @@ from fastapi.responses import JSONResponse
 from alar import protocol
 from alar.rollout.codec import Codec
 from alar.rollout.vllm.turns import problem_in_context
+from alar.tool.protocol import CALL_OPEN, parse_calls
 
 _BLOCK = re.compile(
     f"{protocol.LATENT_OPEN}(?:{protocol.BULLET}|{re.escape(protocol.LATENT_TOKEN)}|\\s)*{protocol.LATENT_CLOSE}"
 )
 EMPTY = protocol.LATENT_OPEN + protocol.LATENT_CLOSE
+# What an answer with a block may have left of it: a client's stop string can end the text inside a tag.
+_PIECE = re.compile(f"{protocol.LATENT_OPEN}|{protocol.LATENT_CLOSE[:-1]}|{re.escape(protocol.LATENT_TOKEN)}")
 UNKNOWN = (
     "an assistant message holds a latent block that this server did not write, or wrote too long ago, or whose text was "
     "changed. Its thoughts cannot be rebuilt from bullets. Send the message exactly as it was received, or leave it out, or "
@@ -58,6 +63,12 @@ class BlockMemory:
         """One form for all ways of showing a block, and for clients that trim."""
         return _BLOCK.sub(EMPTY, text).strip()
 
+    @classmethod
+    def called(cls, content: str, calls: Sequence[dict]) -> str:
+        """The form of an answer whose calls stand beside its content: each has a `name` and its `arguments`, an object."""
+        written = [json.dumps([call["name"], call["arguments"]], sort_keys=True) for call in calls]
+        return "\n".join([cls.shown(content), *written])
+
     def remember(self, text: str, ids: Sequence[int]) -> None:
         """Keep an answer's ids, less the token that ended it; answers without a block are not kept."""
         if self.codec.latent_token_id not in ids:
@@ -65,9 +76,11 @@ class BlockMemory:
         ids = list(ids)
         if ids[-1] == self.codec.tokenizer.eos_token_id:
             ids.pop()
-        key = self.shown(text)
-        self.answers[key] = ids
-        self.answers.move_to_end(key)
+        calls = parse_calls(text)[0]
+        split = [self.called(text[: text.index(CALL_OPEN)], calls)] if calls else []
+        for key in [self.shown(text), *split]:
+            self.answers[key] = ids
+            self.answers.move_to_end(key)
         while len(self.answers) > self.capacity:
             self.answers.popitem(last=False)
 
@@ -80,13 +93,15 @@ class BlockMemory:
             text = message_text(message)
             if protocol.LATENT_TOKEN in text and message.get("role") != "assistant":
                 raise HistoryRefused(RESERVED)
-            if message.get("role") == "assistant" and (_BLOCK.search(text) or protocol.LATENT_TOKEN in text):
-                ids = self.answers.get(self.shown(text))
+            if message.get("role") == "assistant" and _PIECE.search(text):
+                calls = calls_of(message)
+                key = self.called(text, calls) if calls else self.shown(text)
+                ids = self.answers.get(key)
                 if ids is None:
                     raise HistoryRefused(UNKNOWN)
-                self.answers.move_to_end(self.shown(text))
+                self.answers.move_to_end(key)
                 found.append(ids)
-                message = {**message, "content": protocol.LATENT_TOKEN}
+                message = {"role": "assistant", "content": protocol.LATENT_TOKEN}
             rendered.append(message)
         return rendered, found
 
@@ -100,11 +115,25 @@ class BlockMemory:
 
 
 def message_text(message: dict) -> str:
-    """Text of a chat message: its content, or the text parts of it."""
+    """Text of a chat message: reasoning that was taken out of it, and its content, or the text parts of that."""
     content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") if isinstance(part, dict) else str(part) for part in content)
+    if not isinstance(content, str):
+        content = "".join(part.get("text", "") if isinstance(part, dict) else str(part) for part in content)
+    return (message.get("reasoning") or message.get("reasoning_content") or "") + content
+
+
+def calls_of(message: dict) -> list[dict]:
+    """`name` and `arguments` of a message's tool calls; arguments that are no JSON stay text, which no answer is kept under."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        arguments = function.get("arguments")
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except ValueError:
+            pass
+        calls.append({"name": function.get("name"), "arguments": arguments})
+    return calls
 
 
 def refuse_text_blocks(prompt) -> None:
@@ -193,6 +222,7 @@ class LatentHistory:
                 if found and isinstance(result, tuple):
                     for prompt in result[1]:
                         prompt["prompt_token_ids"] = self.memory.splice(prompt["prompt_token_ids"], found)
+                        refuse_broken_blocks(self.memory.codec, prompt["prompt_token_ids"])  # a stop string may have cut one
                 return result
             except HistoryRefused as error:
                 return renderer.create_error_response(str(error))

@@ -24,7 +24,8 @@ class LatentWorker:
     def latent_reload(self, folder: str) -> int:
         """Load trunk and projector of another checkpoint of the same shape in place; returns the number of tensors.
 
-        Raises ValueError if its architecture, K, latent id or projector differ. The caller resets the prefix cache.
+        Raises ValueError if its architecture, K, latent id or projector differ, or a tensor is missing, unknown or of another
+        shape; nothing has been loaded then. The caller resets the prefix cache.
         """
         from safetensors import safe_open
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -37,8 +38,11 @@ class LatentWorker:
                     f"{folder}: {name} is {config[name]}, the engine was started with {getattr(ours, name, None)}; start a new one"
                 )
 
+        files = sorted(Path(folder).glob("*.safetensors"))
+        _require_whole(folder, files)
+
         def weights():
-            for path in sorted(Path(folder).glob("*.safetensors")):
+            for path in files:
                 with safe_open(path, "pt") as tensors:
                     for key in tensors.keys():
                         yield key, tensors.get_tensor(key)
@@ -47,3 +51,30 @@ class LatentWorker:
         loaded = model.load_weights(weights())
         process_weights_after_loading(model, self.vllm_config.model_config, self.device)
         return len(loaded)
+
+
+def _require_whole(folder: str, files: list[Path]) -> None:
+    """Raise ValueError unless the files hold exactly the tensors of the model that the folder's config describes."""
+    import torch
+    from safetensors import SafetensorError, safe_open
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    optional = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    found = {}
+    for path in files:
+        try:
+            with safe_open(path, "pt") as tensors:
+                found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"{path} cannot be read ({error}); write the checkpoint again") from None
+    wrong = [
+        *(f"{name} is missing" for name in sorted(expected.keys() - found.keys() - optional)),
+        *(f"{name} is unknown" for name in sorted(found.keys() - expected.keys())),
+        *(f"{name} has shape {found[name]} in place of {shape}" for name, shape in expected.items()
+          if found.get(name, shape) != shape),
+    ]
+    if wrong:
+        raise ValueError(f"{folder}: {'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' * (len(wrong) > 3)}: no whole checkpoint")
