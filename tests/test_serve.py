@@ -28,8 +28,8 @@ TOKENS = 16
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory, tokenizer, installed_path):
-    """(address, model, codec, process) of a running server."""
+def checkpoint(tmp_path_factory, tokenizer):
+    """(folder, model, codec) of a random latent model."""
     folder = tmp_path_factory.mktemp("served")
     torch.manual_seed(1)
     base = Qwen2ForCausalLM(
@@ -46,6 +46,10 @@ def served(tmp_path_factory, tokenizer, installed_path):
     tokenizer.save_pretrained(folder / "base")
     model, extended = from_base(folder / "base", num_latent=4, seed=3)
     save(model, extended, folder / "latent")
+    return folder / "latent", model, Codec.of(model, extended)
+
+
+def server(folder, installed_path, *more):
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1", "PYTHONPATH": installed_path,
@@ -54,8 +58,15 @@ def served(tmp_path_factory, tokenizer, installed_path):
         "--enforce-eager --max-model-len 512 --max-num-seqs 32 --block-size 32 --served-model-name alar "
         "--max-num-batched-tokens 512"
     ).split()
-    with Server(folder / "latent", *options, log=folder / "log", environment=environment) as server:
-        yield server.address, model, Codec.of(model, extended), server.process
+    return Server(folder, *options, *more, log=folder / f"log{len(more)}", environment=environment)
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint, installed_path):
+    """(address, model, codec, process) of a running server."""
+    folder, model, codec = checkpoint
+    with server(folder, installed_path) as running:
+        yield running.address, model, codec, running.process
 
 
 def ask(address, path, **body):
@@ -100,6 +111,7 @@ def test_a_chat_goes_on_from_the_ids_of_its_latent_blocks(served):
     kept = ids[:-1] if ids[-1] == codec.tokenizer.eos_token_id else ids
     prompt = first["prompt_token_ids"] + kept
     assert status == 200 and second["prompt_token_ids"][: len(prompt)] == prompt
+    assert ask(address, "/tokenize", messages=messages)[1]["tokens"] == second["prompt_token_ids"]
     assert second["choices"][0]["token_ids"] == greedy(model, codec, second["prompt_token_ids"])
     messages[1]["content"] = text.replace("<latent></latent>", "<latent>••••</latent>")
     assert chat(address, messages)[1]["choices"][0]["token_ids"] == second["choices"][0]["token_ids"]
@@ -130,6 +142,8 @@ def test_a_streamed_answer_is_remembered_too(served):
             "did not write",
         ),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "<|latent|>"}]}, "cannot be sent as text"),
+        ("/tokenize", {"messages": [{"role": "assistant", "content": "<latent>••••</latent>"}]}, "did not write"),
+        ("/tokenize", {"prompt": "a<latent>••••</latent>b"}, "plain bullets"),
         ("/v1/responses", {"input": "x"}, "use /v1/chat/completions"),
         ("/v1/completions", {"prompt": "a<latent>••••</latent>b"}, "plain bullets"),
         ("/v1/completions", {"prompt": "a", "vllm_xargs": {"latent_mode": "always"}}, "expected one of free"),
@@ -154,6 +168,20 @@ def test_a_context_with_a_broken_block_fails_its_request_only(served):
     status, answer = ask(address, "/v1/completions", prompt=broken)
     assert status == 400 and "has 3 positions, this checkpoint has K = 4" in answer["error"]["message"]
     assert ask(address, "/v1/completions", prompt=codec.prompt("x"))[0] == 200
+
+
+def test_an_answer_that_a_stop_string_cut_inside_a_tag_is_not_fed_as_text(served):
+    address, _, codec, _ = served
+    messages = [{"role": "user", "content": "cut"}]
+    _, cut = chat(address, messages, vllm_xargs={"latent_mode": "latent"}, stop=["/latent>"])
+    text = cut["choices"][0]["message"]["content"]
+    assert text.strip() == "<latent><"
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "on"}]
+    status, answer = chat(address, messages)
+    block = codec.latent_open + [codec.latent_token_id] * 4 + codec.latent_close
+    prompt = answer["prompt_token_ids"]
+    assert status == 200 and prompt.count(codec.latent_token_id) == 4
+    assert any(prompt[n : n + len(block)] == block for n in range(len(prompt))), "fed whole, from its ids"
 
 
 def test_content_in_parts_is_the_same_as_in_one_piece(served):
@@ -268,6 +296,28 @@ def test_a_served_model_is_a_teacher_of_tool_rollouts(served):
     with EndpointEngine(Endpoint(f"{address}/v1", "other"), codec, tool_chat) as engine:
         with pytest.raises(EndpointError, match="model other: .* status 404"):
             engine.generate(requests, sampling)
+
+
+def test_an_answer_with_tool_calls_is_known_again_when_it_comes_back(checkpoint, installed_path):
+    folder, _, codec = checkpoint
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    forced = codec.latent_open + codec.untrusted(f"\n\n{call}")  # the block fills itself
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    messages = [{"role": "user", "content": "1 + 2?"}]
+    with server(folder, installed_path, "--enable-auto-tool-choice", "--tool-call-parser", "hermes") as running:
+        how = {"tools": tools, "vllm_xargs": {"latent_forced": forced}, "max_tokens": len(forced) + TOKENS}
+        status, first = chat(running.address, messages, **how)
+        assert status == 200, first
+        choice = first["choices"][0]
+        said = choice["message"]
+        assert call not in said["content"] and said["tool_calls"][0]["function"]["name"] == "add"
+        messages += [said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "3"}]
+        status, second = chat(running.address, messages, tools=tools)
+        prompt = first["prompt_token_ids"] + choice["token_ids"]
+        assert status == 200 and second["prompt_token_ids"][: len(prompt)] == prompt
+        said["tool_calls"][0]["function"]["arguments"] = '{"a": 1, "b": 3}'
+        status, answer = chat(running.address, messages, tools=tools)
+        assert status == 400 and "did not write" in answer["error"]["message"]
 
 
 @pytest.mark.full

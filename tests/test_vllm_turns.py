@@ -306,7 +306,7 @@ def test_the_server_gives_z_once_and_refuses_what_it_cannot_rebuild(codec, monke
     monkeypatch.setattr("alar.rollout.vllm.turns.codec_of", lambda config: codec)
     app = FastAPI()
     app.state.engine_client = Client()
-    app.state.online_renderer = SimpleNamespace(render_chat=None, render_completion=None)
+    app.state.online_renderer = SimpleNamespace(preprocess_chat=None, preprocess_completion=None)
     app.add_middleware(LatentHistory)
 
     def ask(method, path):

@@ -191,8 +191,9 @@ class LatentHistory:
         self.engine, self.width = engine, engine.vllm_config.model_config.hf_config.hidden_size
         self.memory = BlockMemory(codec_of(engine.vllm_config))
         engine.generate = self._remembering(engine.generate)
-        renderer.render_chat = self._chat(renderer, renderer.render_chat)
-        renderer.render_completion = self._completion(renderer, renderer.render_completion)
+        # Below what the endpoints share: chat, completions, /tokenize. vLLM answers a ValueError from there with 400.
+        renderer.preprocess_chat = self._chat(renderer.preprocess_chat)
+        renderer.preprocess_completion = self._completion(renderer.preprocess_completion)
 
     def _remembering(self, generate):
         async def remembering(*args, **kwargs):
@@ -209,35 +210,24 @@ class LatentHistory:
 
         return remembering
 
-    def _chat(self, renderer, render):
-        async def chat(request, **kwargs):
-            try:
-                refuse_beams(request)
-                given = request.messages
-                request.messages, found = self.memory.placeholders(given)
-                try:
-                    result = await render(request, **kwargs)
-                finally:
-                    request.messages = given
-                if found and isinstance(result, tuple):
-                    for prompt in result[1]:
-                        prompt["prompt_token_ids"] = self.memory.splice(prompt["prompt_token_ids"], found)
-                        refuse_broken_blocks(self.memory.codec, prompt["prompt_token_ids"])  # a stop string may have cut one
-                return result
-            except HistoryRefused as error:
-                return renderer.create_error_response(str(error))
+    def _chat(self, preprocess):
+        async def chat(request, messages, *args, **kwargs):
+            refuse_beams(request)
+            messages, found = self.memory.placeholders(messages)
+            conversation, prompts = await preprocess(request, messages, *args, **kwargs)
+            for prompt in prompts:
+                prompt["prompt_token_ids"] = self.memory.splice(prompt["prompt_token_ids"], found)
+                refuse_broken_blocks(self.memory.codec, prompt["prompt_token_ids"])  # a stop string may have cut one
+            return conversation, prompts
 
         return chat
 
-    def _completion(self, renderer, render):
-        async def completion(request, **kwargs):
-            try:
-                refuse_beams(request)
-                refuse_text_blocks(request.prompt)
-                refuse_broken_blocks(self.memory.codec, request.prompt)
-            except HistoryRefused as error:
-                return renderer.create_error_response(str(error))
-            return await render(request, **kwargs)
+    def _completion(self, preprocess):
+        async def completion(request, prompt_input, *args, **kwargs):
+            refuse_beams(request)
+            refuse_text_blocks(prompt_input)
+            refuse_broken_blocks(self.memory.codec, prompt_input)
+            return await preprocess(request, prompt_input, *args, **kwargs)
 
         return completion
 
