@@ -67,6 +67,8 @@ def problems(tmp_path, monkeypatch):
     ("eval:\n  checkpoint: .\n  systems: [alar]", "params.yaml: eval.systems: ['alar'] are the run's own, but"),
     ("tokenskip:\n  dataset: arithmetic", "params.yaml: tokenskip.samples: is 0, which takes the study's own traces"),
     ("tokenskip:\n  samples: 4\n  dataset: mine.jsonl", "params.yaml: tokenskip.test_dataset: is empty, but"),
+    ("tokenskip:\n  trainable: rows", "params.yaml: tokenskip.trainable: rows trains a dual vocabulary's mirrors, but"),
+    ("tokenskip:\n  trainable: lora\n  dual_model: .", "params.yaml: tokenskip.trainable: lora leaves every mirror equal"),
     ("bench:\n  length: 20", "params.yaml: bench.length: 20: padded rows have 10 tokens at least"),
     ("bench:\n  questions: 1", "params.yaml: bench.single_questions: 2 is more than bench.questions, 1"),
     ("bench:\n  hidden_size: 200", "params.yaml: bench.hidden_size:"),

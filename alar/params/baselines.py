@@ -115,6 +115,7 @@ class Tokenskip(Supervised):
 
     learning_rate: Rate = 1e-3
     epochs: Annotated[float, Field(gt=0)] = 3.0
+    trainable: Literal["lora", "full", "rows", "lora+rows"] = "full"  # rows: the mirrors of dual_model
     max_examples: CountOrNone = 1600
     checkpoint: Location = ""  # a model folder to start from; "" = notebook 01's base
     dataset: LocationOrName = ""  # "" = the search domain; "arithmetic", "math", …, or a file
@@ -149,6 +150,12 @@ class Tokenskip(Supervised):
                                      "such as 8"))
         if self.samples > 1 and self.temperature == 0:
             found.append(("samples", f"{self.samples} at temperature 0 are all the same; use 1, or a temperature"))
+        if "rows" in self.trainable and not self.dual_model:
+            found.append(("trainable", f"{self.trainable} trains a dual vocabulary's mirrors, but tokenskip.dual_model is empty; "
+                                       "use lora or full"))
+        if self.trainable == "lora" and self.dual_model:
+            found.append(("trainable", "lora leaves every mirror equal to its token, so that tokenskip.dual_model would change "
+                                       "nothing (notebook 14); use lora+rows"))
         if self.skip and not self.reuse_from:
             found.append(("skip", "names finished steps; say in tokenskip.reuse_from which folder holds them"))
         return found
