@@ -61,7 +61,6 @@ def problems(tmp_path, monkeypatch):
     ("rl:\n  train_projector: true\n  latents: cached", "params.yaml: rl.train_projector: cached latents carry no gradient"),
     ("rl:\n  types: [singel]", "params.yaml: rl.types: 'singel' is no type of the search domain's questions, did you mean single?"),
     ("tool:\n  rl:\n    types: [bridge]", "params.yaml: tool: rl.types: 'bridge' is no type of the tool domain's questions; they"),
-    ("rl:\n  types: [single]\nteacher:\n  questions_file: nq", "params.yaml: rl.types: ['single'] are embedded questions, but"),
     ("retrieval:\n  backend: http", "params.yaml: retrieval.url: '' is no address"),
     ("retrieval:\n  backend: e5", "params.yaml: retrieval.corpus: is empty"),
     ("eval:\n  checkpoint: .\n  systems: [alar]", "params.yaml: eval.systems: ['alar'] are the run's own, but"),

@@ -172,7 +172,7 @@ class Rl(Section):
     lora_alpha: Count = 32
     train_projector: bool = False
     worlds: Count = 24
-    types: list[str] = []  # of the prompts, in turn: one that is named twice comes twice as often; [] = all
+    types: list[str] = []  # of embedded prompts, in turn: one that is named twice comes twice as often; [] = all
     validation_every: CountOrNone = 11  # 0 = never
     validation_questions: Count = 128
     checkpoint_every: Count = 10
@@ -319,9 +319,6 @@ class Experiment(Section):
             found.append(("pretrain.steps", "is 0, but model.base is scratch: nothing would be learnt"))
         if self.aasd.kind == "constant" and self.model.num_latent == 0:
             found.append(("aasd.kind", "constant needs latent positions, but model.num_latent is 0"))
-        if self.rl.types and self.teacher.questions_file:
-            found.append(("rl.types", f"{self.rl.types} are embedded questions, but the prompts come from teacher.questions_file; "
-                                      "leave one of the two out"))
         return found
 
     def sections(self) -> dict[str, Section]:
