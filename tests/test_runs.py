@@ -616,6 +616,15 @@ def test_a_notebook_on_request_is_published_beside_the_study_and_leaves_it_alone
     assert [p.name for p in (study.root / "notebooks" / "executed").iterdir()] == ["17_ablations.html"]
 
 
+def test_the_compared_methods_run_in_both_domains_and_a_benchmark_in_one(study):
+    for name in ("09_benchmarks", "12_tokenskip"):
+        study.notebook(name, "", ["1"])
+    both = {"domains": ("search", "tool"), "only": ("09", "12")}
+    assert sorted(study.ran("run.jobs=1", **both)) == ["09_benchmarks", "12_tokenskip", "12_tokenskip"]
+    code, shown = study.run(domains=("tool",), only=("09",))
+    assert code == 2 and "run in the search domain: choose --domain search" in shown
+
+
 def test_a_run_without_figures_says_how_to_draw_them(study):
     from alar.runs import publish
 

@@ -160,9 +160,10 @@ class Bench:
 
         model._remember = forgetful
 
-    def overhead(self, base, folder, batch, tokens, extras: dict, pairs):
-        """Processor time of this engine, for each of `extras` (name → a request's extra arguments), over that of plain vLLM on
-        the same trunk: {name: ratios}. Greedy runs with contexts of 8 tokens, interleaved in changing order."""
+    def overhead(self, base, folder, batch, steps, extras: dict, pairs):
+        """Processor time of a decode step of this engine, for each of `extras` (name → a request's extra arguments), over that of
+        plain vLLM on the same trunk: {name: ratios}, and under "plain" its milliseconds. Greedy, contexts of 8 tokens; the step
+        that prefills them and the one that ends them are not counted. Runs are interleaved in changing order."""
         from vllm import LLM, SamplingParams
 
         settings = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": batch, "block_size": 32}
@@ -174,17 +175,25 @@ class Bench:
 
         def seconds(name):
             llm, extra = (plain, None) if name is None else (self.engine.llm, extras[name])
-            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra)
+            params = SamplingParams(temperature=0, max_tokens=steps + 2, ignore_eos=True, detokenize=False, extra_args=extra)
+            for row, prompt in enumerate(prompts):
+                llm.llm_engine.add_request(str(row), prompt, params)
+            llm.llm_engine.step()
             began = time.process_time()
-            llm.generate(prompts, params, use_tqdm=False)
-            return time.process_time() - began
+            for _ in range(steps):
+                llm.llm_engine.step()
+            taken = time.process_time() - began
+            while llm.llm_engine.has_unfinished_requests():
+                llm.llm_engine.step()
+            return taken / steps
 
-        order, ratios = [None, *extras], {name: [] for name in extras}
+        order, ratios = [None, *extras], {name: [] for name in ("plain", *extras)}
         for name in order:
             seconds(name)
         for _ in range(pairs):
             order.append(order.pop(0))
             taken = {name: seconds(name) for name in order}
+            ratios["plain"].append(1000 * taken[None])
             for name in extras:
                 ratios[name].append(taken[name] / taken[None])
         return ratios

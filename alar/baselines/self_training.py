@@ -110,7 +110,12 @@ def few_shot_form(form: protocol.Form, examples: Sequence[tuple[Question, Sequen
 
 
 def few_shot(environment: Environment, codec: Codec, exemplars: Sequence[Trajectory]) -> Environment:
-    """The same environment, whose prompts begin with the exemplars."""
+    """The same environment, whose prompts begin with the exemplars. Raises ValueError where observations are turns of the chat
+    template, as in the tool domain: inside the user's turn these would be plain text."""
+    templated = any(isinstance(piece, protocol.Trusted) for piece in environment.form.observation(""))
+    if templated and any(len(t.turns) > 1 for t in exemplars):
+        raise ValueError("an exemplar of several turns holds the chat template's own tokens, which a prompt cannot show here: set "
+                         "self_training.exemplars to 0")
     return with_form(environment, few_shot_form(environment.form, [(t.question, _pieces(t, codec)) for t in exemplars]))
 
 

@@ -32,17 +32,17 @@ class LengthRewards(Section):
 
 
 class SelfTraining(Supervised):
-    """Concise self-training and direct SFT, on the search domain or on an answer dataset."""
+    """Concise self-training and direct SFT, on a domain's questions or on an answer dataset."""
 
     checkpoint: Location = ""  # a model folder to start from; "" = notebook 01's base
     methods: Annotated[list[Literal["concise", "direct"]], Field(min_length=1)] = ["concise", "direct"]
-    dataset: LocationOrName = ""  # "" = the search domain; "arithmetic", "gsm8k", …, or a file
+    dataset: LocationOrName = ""  # "" = the domain's own questions; "arithmetic", "gsm8k", …, or a file
     test_dataset: LocationOrName = ""  # "" = the test split of `dataset`; a file needs another one
     form: Literal["tagged", "raw"] = "tagged"  # of an answer dataset's turns
     questions: Count = 400  # sampled from; the test has eval.questions
     samples: Count = 4  # N of each pass; published: 16
     temperature: Annotated[float, Field(gt=0)] = 0.7
-    exemplars: CountOrNone = 2  # before each question of the few-shot pass; 0 = no such pass; published: 8
+    exemplars: CountOrNone = 2  # before each question of the few-shot pass; 0 = no such pass (so in the tool domain); published: 8
     learning_rate: Rate = 3e-4
     epochs: Annotated[float, Field(gt=0)] = 3.0
 
@@ -81,7 +81,7 @@ class DualVocabulary(Supervised):
     checked: Count = 16  # traces on which the ln 2 identity is measured
     steps: CountOrNone = 8  # of RL, from "dual", or from the untrained copy where `methods` is empty; 0 = none
     latent_only_rl: bool = False  # its loss on mirrors alone
-    dataset: LocationOrName = ""  # "" = the search domain; "arithmetic", "metamathqa", …, or a file
+    dataset: LocationOrName = ""  # "" = the domain's own questions; "arithmetic", "metamathqa", …, or a file
     test_dataset: LocationOrName = ""  # "" = the test split of `dataset`; a file needs another one
     questions: Count = 400  # of a dataset, whose answers are the traces
 
@@ -118,7 +118,7 @@ class Tokenskip(Supervised):
     trainable: Literal["lora", "full", "rows", "lora+rows"] = "full"  # rows: the mirrors of dual_model
     max_examples: CountOrNone = 1600
     checkpoint: Location = ""  # a model folder to start from; "" = notebook 01's base
-    dataset: LocationOrName = ""  # "" = the search domain; "arithmetic", "math", …, or a file
+    dataset: LocationOrName = ""  # "" = the domain's own questions; "arithmetic", "math", …, or a file
     test_dataset: LocationOrName = ""  # "" = the test split of `dataset`; a file needs another one
     samples: CountOrNone = 0  # per question; 0 = the run's teacher traces instead. Published: 1 at temperature 0
     questions: Count = 400  # sampled from, about `worlds`

@@ -44,8 +44,7 @@ OWN_SECTION = {
     "17_ablations": "ablations",
 }
 
-# Notebooks that are no part of the study itself: they run when `--only` or a variant's `only` names them, and in the search
-# domain alone.
+# Notebooks that are no part of the study itself: they run when `--only` or a variant's `only` names them.
 ON_REQUEST = (
     "09_benchmarks",
     "10_serving",
@@ -57,6 +56,9 @@ ON_REQUEST = (
     "16_logprob_reward",
     "17_ablations",
 )
+
+# Of these, the ones that know one domain's worlds, or none, and run in the folder of the search domain.
+SEARCH_ONLY = ("09_benchmarks", "10_serving", "15_static_evaluation", "16_logprob_reward", "17_ablations")
 
 # Notebooks that read what other variants have computed: they come after these.
 GATHERING = ("17_ablations",)

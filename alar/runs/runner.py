@@ -19,7 +19,7 @@ import yaml
 from alar import params, runs
 from alar.jsonl import replacing
 from alar.params.notebooks import NotebookError, numbered
-from alar.params.sections import GATHERING, ON_REQUEST, Experiment
+from alar.params.sections import GATHERING, ON_REQUEST, SEARCH_ONLY, Experiment
 from alar.runs import locks, provenance, side_by_side, stages
 from alar.runs.execution import CellFailed, all_cores, execute
 from alar.runs.terminal import SUMMARY, Terminal, duration
@@ -140,7 +140,7 @@ def plan(request: Request, root: Path, notebooks_dir: Path, *, absent: list[para
     if not jobs:
         if any(domain == "search" for domains in experiments.values() for domain in domains):
             raise NotebookError(f"none of the chosen notebooks is among those that {request.params.name} names in `only`")
-        raise NotebookError(f"the notebooks {', '.join(ON_REQUEST)} are about the search domain: choose --domain search")
+        raise NotebookError(f"the notebooks {', '.join(SEARCH_ONLY)} run in the search domain: choose --domain search")
     return sorted(jobs, key=lambda job: job.gathers)
 
 
@@ -258,7 +258,7 @@ def _choose(available: list[Path], only: tuple[str, ...], start: str, limited: t
     if start:
         first = next(i for i, n in enumerate(available) if _is(n, start))
         chosen = [n for n in chosen if n in available[first:]]
-    return tuple(n for n in chosen if domain == "search" or n.stem not in ON_REQUEST)
+    return tuple(n for n in chosen if domain == "search" or n.stem not in SEARCH_ONLY)
 
 
 def _is(notebook: Path, given: str) -> bool:

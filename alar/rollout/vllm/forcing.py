@@ -199,7 +199,7 @@ class BlockForcer(LogitsProcessor):
             if index in forced:
                 row.record.forced.add(len(row.outputs))
             if row.outputs and row.outputs[-1] == latent and self.shared.step is not None:
-                row.record.latents[len(row.outputs) - 1] = (self.shared.step.latents[index : index + 1].clone(), 0)
+                self.shared.store.keep(row.record, len(row.outputs) - 1, self.shared.step.latents[index].clone())
 
     def _signal(self, logits: Tensor, forced: dict[int, int]) -> None:
         """Make violated requests contradict themselves: the latent id, or where that is due, a piece of the close tag."""

@@ -11,7 +11,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-KEPT = 16384  # records; a cancelled request never fetches its own
+KEPT, KEPT_BYTES = 16384, 2**30  # records, and their z; a cancelled request never fetches its own
 
 
 class Step:
@@ -23,50 +23,68 @@ class Step:
 
 
 class Record:
-    """By output index: (tensor, row) of the log-prob of the chosen token, and of z of a latent position; which were forced."""
+    """By output index: the log-prob of the chosen token as (tensor, row), z (H,) of a latent position; which were forced."""
 
-    __slots__ = ("logprobs", "latents", "forced")
+    __slots__ = ("logprobs", "latents", "forced", "bytes", "dropped")
 
     def __init__(self):
         self.logprobs: dict[int, tuple[Tensor, int]] = {}
-        self.latents: dict[int, tuple[Tensor, int]] = {}
+        self.latents: dict[int, Tensor] = {}
         self.forced: set[int] = set()
+        self.bytes, self.dropped = 0, False
 
     def fetch(self) -> dict:
         """Plain values: {"logprobs": [float], "forced": [int], "positions": [int], "latents": float32 bytes, row-major}."""
-        logprobs = _gather([self.logprobs[index] for index in sorted(self.logprobs)])
-        positions = sorted(self.latents)
-        latents = _gather([self.latents[index] for index in positions])
+        written, positions = sorted(self.logprobs), sorted(self.latents)
         return {
-            "logprobs": [] if logprobs is None else logprobs.tolist(),
+            "logprobs": _gather([tensor[row] for tensor, row in map(self.logprobs.get, written)]).tolist(),
             "forced": sorted(self.forced),
             "positions": positions,
-            "latents": b"" if latents is None else latents.numpy().tobytes(),
+            "latents": _gather([self.latents[index] for index in positions]).numpy().tobytes(),
         }
 
 
-def _gather(places: list[tuple[Tensor, int]]) -> Tensor | None:
-    return torch.stack([tensor[row] for tensor, row in places]).float().cpu() if places else None
+def _gather(values: list[Tensor]) -> Tensor:
+    return torch.stack(values).float().cpu() if values else torch.empty(0)
 
 
 class RecordStore:
-    """Records by key, the oldest dropped beyond `KEPT`."""
+    """Records by key, the oldest dropped beyond `KEPT` of them or `KEPT_BYTES` of z."""
 
     def __init__(self):
         self.records: OrderedDict[str, Record] = OrderedDict()
+        self.bytes = 0
 
     def of(self, key: str, *, anew: bool) -> Record:
         """The record of a request: a new one for a request that begins, its own for one that goes on after preemption."""
         if anew or key not in self.records:
-            self.records.pop(key, None)
+            self._drop(key)
             self.records[key] = Record()
             while len(self.records) > KEPT:
-                self.records.popitem(last=False)
+                self._drop(next(iter(self.records)))
         return self.records[key]
 
+    def keep(self, record: Record, index: int, z: Tensor) -> None:
+        """Note z (H,) of a record's output `index`; the tensor is kept, not a copy. Nothing of a record that was dropped."""
+        if record.dropped:
+            return
+        added = 0 if index in record.latents else z.nbytes
+        record.latents[index] = z
+        record.bytes += added
+        self.bytes += added
+        while self.bytes > KEPT_BYTES and len(self.records) > 1:
+            self._drop(next(iter(self.records)))
+
     def take(self, key: str) -> dict | None:
-        record = self.records.pop(key, None)
+        record = self._drop(key)
         return None if record is None else record.fetch()
+
+    def _drop(self, key: str) -> Record | None:
+        record = self.records.pop(key, None)
+        if record is not None:
+            self.bytes -= record.bytes
+            record.dropped = True
+        return record
 
 
 class Shared:
