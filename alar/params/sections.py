@@ -129,8 +129,8 @@ class Rollout(Section):
 
 
 class Teacher(Section):
-    questions: Count = 3600
-    worlds: Count = 48
+    questions: Count = 7200
+    worlds: Count = 96
     temperature: Annotated[float, Field(ge=0)] = 1.0
     questions_file: LocationOrName = ""  # JSONL with question and answers, or a published set's name; "" = the embedded world
     judge: Literal["official", "toolmind"] = "official"  # of the tool domain's traces; "toolmind": kept from its score 1.5 on
@@ -142,7 +142,7 @@ class Aasd(Supervised):
 
 class Warmup(Supervised):
     latent_probability: Share = 0.5
-    epochs: Annotated[float, Field(ge=0)] = 2.5  # 0 = no warm-up: stage 1's model goes on as it is
+    epochs: Annotated[float, Field(ge=0)] = 1.25  # 0 = no warm-up: stage 1's model goes on as it is
 
 
 class Rl(Section):
@@ -150,7 +150,7 @@ class Rl(Section):
     prompts_per_step: Count = 8
     group_size: Annotated[int, Field(ge=2)] = 8
     gradient_accumulation: Count = 4
-    learning_rate: Rate = 3e-4
+    learning_rate: Rate = 5e-4
     schedule: Literal["constant", "linear"] = "linear"  # linear: to zero over all steps
     warmup_ratio: Share = 0.1
     temperature: Annotated[float, Field(gt=0)] = 1.0

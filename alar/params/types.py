@@ -29,7 +29,7 @@ class Supervised(Section):
     """What AASD and mode warm-up share."""
 
     learning_rate: Rate = 5e-4
-    epochs: Annotated[float, Field(gt=0)] = 3.0
+    epochs: Annotated[float, Field(gt=0)] = 1.5
     batch_size: Count = 16
     gradient_accumulation: Count = 1
     warmup_ratio: Share = 0.03
