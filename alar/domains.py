@@ -26,7 +26,7 @@ from alar.tool.protocol import TOOL
 from alar.tool.requests import bfcl_request
 from alar.tool.toolmind_files import load_questions as load_toolmind
 
-EMBEDDED = "real"  # the name, in `eval.sets`, of a domain's own test split
+EMBEDDED = ("real", "validation")  # the names, in `eval.sets`, of a domain's own splits: its test, and what choices are made on
 
 
 class Domain(Protocol):
@@ -106,6 +106,11 @@ class ToolDomain:
         else:
             found = load_toolmind(source, "test" if test else "train")
         return found[:limit] if limit else found
+
+
+def embedded_questions(domain: Domain, split: str, count: int) -> list[Question]:
+    """At most `count` of a domain's own questions; `split` is a name in `EMBEDDED`."""
+    return {"real": domain.test_questions, "validation": domain.validation_questions}[split](count)
 
 
 _DOMAINS: dict[str, Domain] = {domain.name: domain for domain in (SearchDomain(), ToolDomain())}

@@ -25,6 +25,8 @@ def test_splits_hold_every_type_and_share_no_question(name):
     solved = domain.solved_questions(len(domain.types), 0)
     assert {item.question.type for item in solved} == set(domain.types)
     assert domain.environment(splits[2]).form is domain.form
+    named = [domains.embedded_questions(domain, split, count) for split in ("validation", "real")]
+    assert named == splits[1:] and set(domains.EMBEDDED) == {"validation", "real"}
 
 
 @pytest.mark.parametrize("name", DOMAINS)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from alar import domains
 from alar.check import data, machine
 from alar.check.memory import GIB, fewest_gpus, gib, host_bytes, needs, written_bytes
 from alar.check.sizes import Size, size_of
@@ -87,7 +88,7 @@ def check(experiment: Experiment, domain: str, stages: frozenset[str], *, root: 
 
 
 def _names(experiment: Experiment, domain: str, stages: frozenset[str]) -> list[Row]:
-    known = ["real", *(published_sizes if domain == "search" else ASKED_CATEGORIES)]
+    known = [*domains.EMBEDDED, *(published_sizes if domain == "search" else ASKED_CATEGORIES)]
     return [
         Row("names", f"eval.sets: {name!r} is no set of the {domain} domain{did_you_mean(name, known)}",
             f"correct eval.sets; there are {', '.join(known)}")
