@@ -20,6 +20,7 @@ from alar.search.questions import validation_questions
 from alar.static import arithmetic, sets, teaching
 from alar.static.environment import StaticEnvironment
 from alar.static.forms import FORMS
+from alar.tool.environment import ToolEnvironment
 
 LIMITS = {"samples": 2, "max_turns": 2, "batch_size": 8, "seed": 0}
 
@@ -113,6 +114,13 @@ def test_a_few_shot_prompt_is_the_exchanges_and_then_the_question(searched):
     assert ids == shown.ids + codec.trusted("<|im_end|>\n") + codec.prompt(question.text)
     assert environment.form is protocol.SEARCH, "the environment itself stays as it was"
     assert conditioned.form.parse("x") == protocol.SEARCH.parse("x") and conditioned.form.opening == "\n\n"
+
+
+def test_an_exemplar_whose_observations_are_turns_of_the_template_is_refused(searched):
+    codec, trajectory = searched
+    with pytest.raises(ValueError, match="set self_training.exemplars to 0"):
+        st.few_shot(ToolEnvironment(), codec, [trajectory])
+    assert st.few_shot(ToolEnvironment(), codec, []).form.opening == ToolEnvironment().form.opening
 
 
 def test_concise_examples_stand_behind_the_questions_own_prompt(searched):
