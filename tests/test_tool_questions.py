@@ -1,5 +1,6 @@
 """The embedded tool world's requests: solvable by their own expert, judged by BFCL's checker, split without leakage."""
 
+import itertools
 import json
 import random
 import re
@@ -26,6 +27,9 @@ from alar.tool.requests import bfcl_request, request_of
 from alar.train.examples import aasd_examples
 
 END = "<|im_end|>"
+OPENINGS = {
+    split: tuple(sentence.split("{0}")[0] for sentence in questions._SENTENCES[split]) for split in ("train", "validation", "test")
+}
 
 
 class Scripted:
@@ -196,20 +200,33 @@ def test_hard_turns_are_those_whose_call_needs_a_computation(solved):
             assert (number in item.question.hard_turns) == (", so " in step.thought), step
 
 
-def test_splits_share_no_call_and_no_sentence_with_the_test():
+def test_splits_share_neither_calls_nor_sentences():
     def calls(split, seed):
         items = questions.solved_questions(split, 300, seed)
         made = [call for item in items for turn in request_of(item.question).truth for call in bfcl.reference_calls(turn)]
         return {json.dumps([own_name(call["name"])[0], call["arguments"]], sort_keys=True) for call in made}, items
 
-    (train, items), (validation, _), (test, held_out) = calls("train", 0), calls("validation", 0), calls("test", 0)
+    (train, _), (validation, _), (test, _) = drawn = calls("train", 0), calls("validation", 0), calls("test", 0)
     assert not train & validation and not train & test and not validation & test
     again, _ = calls("train", 1)
     assert len(again - train) > len(again) / 2 and not again & test
-    opening = tuple(sentence.split("{0}")[0] for sentence in questions._SENTENCES["train"])
-    assert all(item.question.text.startswith(opening) for item in items)
-    assert not any(item.question.text.startswith(opening) for item in held_out)
+    for (split, opening), (_, items) in zip(OPENINGS.items(), drawn):
+        assert all(item.question.text.startswith(opening) for item in items), split
+    assert not any(item.question.text.startswith(OPENINGS["train"]) for item in drawn[2][1])
+    for wordings, (one, two) in itertools.product(
+        (questions._SENTENCES, questions._CONNECTIONS), itertools.combinations(("train", "validation", "test"), 2)
+    ):
+        assert not set(wordings[one]) & set(wordings[two])
     assert {q.world for q in questions.test_questions(12)} == {"test"}
+
+
+def test_pretraining_has_the_calls_of_training_in_fewer_sentences():
+    narrow, wide = (questions.solved_questions(split, 400, 0) for split in ("pretraining", "train"))
+    few = tuple(sentence.split("{0}")[0] for sentence in questions._SENTENCES["pretraining"])
+    assert all(item.question.text.startswith(few) for item in narrow)
+    assert 0.4 < sum(not item.question.text.startswith(few) for item in wide) / 400 < 0.9
+    with pytest.raises(ValueError, match="unknown split 'held-out': expected one of pretraining, train"):
+        questions.solved_questions("held-out", 1, 0)
 
 
 def test_a_function_has_another_name_in_another_request_and_an_absent_one_has_none(solved):

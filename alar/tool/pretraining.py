@@ -22,7 +22,7 @@ FIRST_SEED = 1_000_000  # of the requests that base models are pretrained on; la
 
 def solved(number: int, count: int, seed: int) -> list[questions.Solved]:
     """Batch `number` of the endless stream of training requests."""
-    return questions.solved_questions("train", count, FIRST_SEED + 10_000 * seed + number, MIXTURE, hard_share=HARD_SHARE)
+    return questions.solved_questions("pretraining", count, FIRST_SEED + 10_000 * seed + number, MIXTURE, hard_share=HARD_SHARE)
 
 
 def observations(item: questions.Solved) -> list[str]:
@@ -49,7 +49,7 @@ def encode(codec: Codec, item: questions.Solved) -> tuple[list[int], list[int]]:
 
 def texts(count: int, seed: int) -> Iterator[str]:
     """Pieces of text to train a tokenizer on."""
-    for item in questions.solved_questions("train", count, FIRST_SEED - 1 - seed, MIXTURE):
+    for item in questions.solved_questions("pretraining", count, FIRST_SEED - 1 - seed, MIXTURE):
         yield from TOOL.prompt(item.question)
         for step, observation in zip(item.steps, observations(item)):
             yield protocol.think_block(step.thought) + protocol.BLOCK_SEPARATOR + step.argument + TOOL.closing

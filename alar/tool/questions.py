@@ -14,8 +14,10 @@ A turn is hard if a number or a date in its call has to be worked out first: "12
 
 Which provider's name a function has, `gcd_oak` or `gcd_elm`, is drawn for every request: names have to be read.
 
-Splits share functions and wordings. They do not share calls: every combination of a function and its arguments belongs to one
-split (`world.split_of`), whichever sentence asks for it. Nor do test requests use the sentences and connections of training.
+Splits share functions and their phrases. They do not share calls: every combination of a function and its arguments belongs to one
+split (`world.split_of`), whichever sentence asks for it. Nor do validation and test use the sentences and connections of training,
+or each other's. Base models are pretrained on "pretraining": the calls of "train" in fewer wordings. Later stages get more, as what
+is trained on few of them forgets how to read others.
 """
 
 from __future__ import annotations
@@ -37,17 +39,32 @@ from alar.tool.requests import Request, request_of
 from alar.tool.schema import Tool
 
 CATEGORIES = ("simple", "multiple", "parallel", "parallel_multiple", "irrelevance", "multi_turn")
-SPLITS = ("train", "validation", "test")
+SPLITS = ("pretraining", "train", "validation", "test")
 HARD_SHARE = 0.4  # of the requests that call
 NOTHING_FITS = "None of the functions fits."
+_PRETRAINING_SENTENCES = (
+    "What is {0}?", "Tell me {0}.", "I need {0}.", "Find {0}.", "Please give me {0}.", "I want to know {0}, please.",
+)  # fmt: skip
 _SENTENCES = {
-    "train": (
-        "What is {0}?", "Tell me {0}.", "I need {0}.", "Find {0}.", "Please give me {0}.", "I want to know {0}, please.",
+    "pretraining": _PRETRAINING_SENTENCES,
+    "train": _PRETRAINING_SENTENCES + (
         "I need to know {0}.", "Find {0}, please.", "Please, what is {0}?", "Find me {0}.", "Tell me, please, {0}.",
+        "Can you tell me {0}?", "Can you find {0}, please?", "Could you give me {0}?", "Do you know {0}?", "Find out {0}.",
+        "I would like to know {0}.", "I am looking for {0}.", "I have to know {0}.", "I must know {0}.", "We need {0}.",
+        "Now tell me {0}.", "Now find {0}.", "Look up {0}.", "Look up {0}, please.", "Show me {0}.", "Show me, please, {0}.",
+        "Please let me know {0}.", "Please get me {0}.", "Help me find {0}.", "So, what is {0}?", "What would {0} be?",
     ),
+    "validation": ("I want {0}.", "I need to find {0}.", "Please, I need {0}.", "Tell me {0}, please."),
     "test": ("Please tell me {0}.", "Give me {0}.", "Please find {0}.", "I want to find {0}."),
 }
-_CONNECTIONS = {"train": (" and also ", "; and ", ", then ", "; then ", ", and also "), "test": (" and then ", "; also ")}
+_PRETRAINING_CONNECTIONS = (" and also ", "; and ", ", then ")
+_CONNECTIONS = {
+    "pretraining": _PRETRAINING_CONNECTIONS,
+    "train": _PRETRAINING_CONNECTIONS
+    + ("; then ", ", and also ", ", next ", "; next ", ", as well as ", "; after that ", ", after that "),
+    "validation": ("; and also ", ", also "),
+    "test": (" and then ", "; also "),
+}
 _UNITS = (
     ("the days of {0} weeks", 7), ("the months of {0} years", 12), ("the hours of {0} days", 24), ("the minutes of {0} hours", 60)
 )
@@ -69,6 +86,11 @@ class Call:
     def thought(self) -> str:
         """The name stands in quotes, as in the list of functions, so that it is made of the same tokens."""
         return f'"{self.tool.name}", with ' + ", ".join(f"{name} {world.noted(value)}" for name, value in self.arguments.items())
+
+
+def _calls_of(split: str) -> str:
+    """The split that a split's calls belong to."""
+    return "train" if split == "pretraining" else split
 
 
 def computed(value: Any, slot: world.Slot, rng: random.Random) -> tuple[str, str] | None:
@@ -102,7 +124,7 @@ def sample_call(
     given = given or {}
     values = {name: given[name][0] if name in given else slot.draw(rng) for name, slot in phrase.slots.items()}
     arguments = {name: value for name in phrase.tool.parameters if (value := (values | phrase.fixed).get(name)) is not None}
-    if world.split_of(phrase.tool, arguments) != split:
+    if world.split_of(phrase.tool, arguments) != _calls_of(split):
         return None
     result = world.result_of(phrase.tool, arguments)
     if result is None:
@@ -123,6 +145,8 @@ def sample_question(category: str, split: str, rng: random.Random, *, hard_share
     """Draw one request of a category from a split, with its expert steps."""
     if category not in CATEGORIES:
         raise ValueError(f"unknown category {category!r}: expected one of {', '.join(CATEGORIES)}")
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}: expected one of {', '.join(SPLITS)}")
     hard = rng.random() < hard_share
     while True:
         offer = world.offer(rng)
@@ -151,7 +175,7 @@ def _one_turn(category: str, split: str, rng: random.Random, offer: dict[str, To
     extra = {"multiple": (1, 2), "parallel_multiple": (0, 1)}.get(category, (0, 0))
     working = "".join(f"{call.working}. " for call in calls if call.working)
     first = Step(f"{working}{_plan(calls)}.", "call", calls_text([call.written() for call in calls]))
-    text = rng.choice(_CONNECTIONS["test" if split == "test" else "train"]).join(call.asked for call in calls)
+    text = rng.choice(_CONNECTIONS[split]).join(call.asked for call in calls)
     return _finish(category, split, rng, offer, text, calls, [calls], extra, (0,) if hard else (), [first, _last(calls)])
 
 
@@ -224,7 +248,7 @@ def _finish(
     others = [t for t in offer.values() if t is not without and t not in tools]
     tools += rng.sample(others, rng.randint(*extra))
     rng.shuffle(tools)
-    sentence = rng.choice(_SENTENCES["test" if split == "test" else "train"]).format(text)
+    sentence = rng.choice(_SENTENCES[split]).format(text)
     truth = tuple(tuple(world.accepted(call.tool, call.arguments) for call in turn) for turn in turns)
     request = Request(({"role": "user", "content": sentence},), tuple(t.function() for t in tools), truth, category)
     identity = hashlib.sha256(f"{sentence}|{[t.name for t in tools]}".encode()).hexdigest()[:16]
@@ -236,7 +260,7 @@ def solved_questions(
     split: str, count: int, seed: int, categories: Sequence[str] = CATEGORIES, *, hard_share: float = HARD_SHARE
 ) -> list[Solved]:
     """`count` distinct requests of a split, the categories in turn; the same arguments always give the same list."""
-    rng = random.Random(f"tool {split} {seed}")
+    rng = random.Random(f"tool {_calls_of(split)} {seed}")
     drawn: dict[str, Solved] = {}
     while len(drawn) < count:
         solved = sample_question(categories[len(drawn) % len(categories)], split, rng, hard_share=hard_share)
@@ -250,7 +274,7 @@ def training_questions(count: int, *, seed: int, types: Sequence[str] = ()) -> l
 
 
 def validation_questions(count: int, *, seed: int = 0) -> list[Question]:
-    """Calls that no stage trains on, in the sentences of training; for early stopping, never for results."""
+    """Calls and sentences that no stage trains on; what choices are made on, never results."""
     return [solved.question for solved in solved_questions("validation", count, seed)]
 
 

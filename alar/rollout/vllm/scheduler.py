@@ -40,12 +40,12 @@ class LatentScheduling:
             params = request.sampling_params = params.clone()
             params.seed, params.extra_args = None, {**(params.extra_args or {}), **extra}
         choosable = self.codec.latent_token_id or self.vllm_config.model_config.get_vocab_size()
-        request.latent_problem = problem_in_turn(options, prompt, choosable)
-        if request.latent_problem:  # nothing of it reaches the workers
+        problem = problem_in_turn(options, prompt, choosable)
+        if problem:  # nothing of it reaches the workers
             options = DEFAULT
             params = request.sampling_params = params.clone()
             params.extra_args = None
-        request.latent_problem = request.latent_problem or problem_in_context(self.codec, prompt)
+        request.latent_problem = problem or problem_in_context(self.codec, prompt)
         request.latent_writer = open_turn(self.codec, options, prompt)
         super().add_request(request)
 
