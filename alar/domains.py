@@ -6,6 +6,7 @@ policy's actions and judges its trajectories. Deliberate: no domain knows of mod
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,8 +73,10 @@ class SearchDomain:
         self, asked=(), *, backend: str = "tfidf", topk: int = 2, corpus: str = "", judge: str = "official", **retrieval
     ) -> Environment:
         """Without a corpus or a server every question is asked about its own embedded world. Answers are judged in one way."""
-        own = backend == "tfidf" and not corpus
-        return SearchEnvironment(None if own else retriever.build(backend, corpus=corpus, **retrieval), topk=topk)
+        if backend == "tfidf" and not corpus:
+            return SearchEnvironment(topk=topk)
+        given = {"backend": backend, "corpus": corpus, **retrieval}
+        return SearchEnvironment(retriever.build(**given), topk=topk, source=json.dumps(given, sort_keys=True))
 
 
 class ToolDomain:

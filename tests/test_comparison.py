@@ -103,6 +103,14 @@ def test_only_methods_of_the_same_protocol_share_a_table(checkpoint, measured, t
         compare(tmp_path, n=5).table()
 
 
+def test_another_retriever_is_another_protocol(checkpoint, measured, tmp_path):
+    compare(tmp_path).measure(Method("base", checkpoint))
+    elsewhere = compare(tmp_path)
+    elsewhere.environment = SearchEnvironment(source="another corpus")
+    elsewhere.measure(Method("base", checkpoint))
+    assert len(measured) == 2
+
+
 def test_settings_are_put_in_the_order_of_their_numbers(checkpoint, measured, tmp_path):
     here = compare(tmp_path, n=2, max_turns=1)
     for ratio in (1.0, 0.3, 0.5):

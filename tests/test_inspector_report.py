@@ -157,6 +157,15 @@ def test_the_command_writes_the_report_of_a_run(latent_model, make, tmp_path, ca
     text = Reader((tmp_path / "r.html").read_text()).text
     assert "Where?" in text and "When?" not in text and "03_aasd" in text
 
+    (tmp_path / "executed").mkdir()
+    asked = tmp_path / "executed" / "08_latent_inspector.params.yaml"
+    (tmp_path / "03_aasd" / "checkpoint").rename(tmp_path / "elsewhere")
+    asked.write_text(f"checkpoint: {tmp_path / 'elsewhere'}\n")
+    assert main([str(tmp_path), "-o", str(tmp_path / "r.html")]) == 0, capsys.readouterr().err
+    assert "elsewhere" in Reader((tmp_path / "r.html").read_text()).text
+    asked.write_text("checkpoint: ''\n")
+    assert main([str(tmp_path), "-o", str(tmp_path / "r.html")]) == 1 and "no checkpoint at" in capsys.readouterr().err
+
 
 def effect_rows(*rows: dict) -> pd.DataFrame:
     """A summary of interventions: what is not named is zero with an interval of no width."""

@@ -34,6 +34,7 @@ def problems(tmp_path, monkeypatch):
     ("rl:\n  steps: 2.5", "params.yaml: rl.steps: 2.5 is a number, it must be a whole number"),
     ("eval:\n  controls: 1", "params.yaml: eval.controls: 1 is a whole number, it must be true or false"),
     ("eval:\n  bootstrap: true", "params.yaml: eval.bootstrap: True is true or false, it must be a whole number"),
+    ("run:\n  seed: 500", "params.yaml: run.seed: 500 is out of range; it must be less than 500"),
     ("run:\n  name: 2024", "params.yaml: run.name: 2024 is a whole number, it must be a text; put it in quotes"),
     ("eval:\n  sets: real", "params.yaml: eval.sets: 'real' is a text, it must be a list"),
     ("aasd:\n  epochs:", "params.yaml: aasd.epochs: None is empty, it must be a number"),
@@ -197,6 +198,18 @@ def test_relative_locations_become_absolute(tmp_path, monkeypatch):
     assert params.load("p.yaml", ["model.base=Qwen/Qwen2.5-3B"]).model.base == "Qwen/Qwen2.5-3B"
     (tmp_path / "embedded").mkdir()
     assert params.load("p.yaml").model.base == "embedded", "a keyword, whatever folders lie about"
+
+
+def test_files_in_a_list_of_sets_become_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.jsonl").write_text("{}")
+    (tmp_path / "p.yaml").write_text("")
+    assert params.load("p.yaml", ["eval.sets=[nq, mine.jsonl]"]).eval.sets == ["nq", str(tmp_path / "mine.jsonl")]
+    with pytest.raises(params.ParameterError, match="eval.sets: yours.jsonl does not exist"):
+        params.load("p.yaml", ["eval.sets=[nq, yours.jsonl]"])
+    assert params.load("p.yaml", ["eval.sets=[]", "eval.questions_file=mine.jsonl"]).eval.sets == []
+    with pytest.raises(params.ParameterError, match="eval.sets: is empty, so nothing would be asked"):
+        params.load("p.yaml", ["eval.sets=[]"])
 
 
 def test_an_experiment_cannot_be_changed():

@@ -210,7 +210,7 @@ def test_one_stage_alone_asks_for_its_inputs_only_when_it_needs_them(study):
         "(stage.folder / 'seen.txt').write_text((folder / 'w.txt').read_text())"])
     code, shown = study.run(only=("06",))
     assert code == 1
-    assert "03_aasd/checkpoint does not exist (stage 03_aasd has not run here); run it first: python run_all.py --from 03" in shown
+    assert "03_aasd/checkpoint does not exist (stage 03_aasd has not run here); run it first: the same command with --" in shown
     model = study.root / "model"
     model.mkdir()
     (model / "w.txt").write_text("mine")
@@ -218,6 +218,17 @@ def test_one_stage_alone_asks_for_its_inputs_only_when_it_needs_them(study):
     assert study.ran(f"eval.checkpoint={model}", only=("06",)) == []
     (model / "w.txt").write_text("new!")
     assert study.ran(f"eval.checkpoint={model}", only=("06",)) == ["06_benchmark_eval"], "the folder's content counts"
+
+
+def test_a_file_among_names_counts_by_its_content(study):
+    stage = "from alar import runs\nstage = runs.stage('06_benchmark_eval', run_dir)"
+    study.notebook("06_benchmark_eval", "sets = ['real']", [stage])
+    mine = study.root / "mine.jsonl"
+    mine.write_text("a")
+    asked = f"eval.sets=[real, {mine}]"
+    assert study.ran(asked, only=("06",)) == ["06_benchmark_eval"] and study.ran(asked, only=("06",)) == []
+    mine.write_text("b")
+    assert study.ran(asked, only=("06",)) == ["06_benchmark_eval"]
 
 
 def test_an_input_that_appears_later_runs_the_stage_again(study):
@@ -250,6 +261,13 @@ def test_selection_listing_and_variants(study):
     assert (study.root / "runs" / "tiny" / "two" / "tool" / "01_latent_model" / "model.txt").is_file()
     code, shown = study.run(variants=("tow",))
     assert code == 2 and "did you mean two?" in shown
+
+
+def test_several_variants_of_a_domain_are_not_published_over_each_other(study):
+    study.params("run: {name: tiny, jobs: 1}\nvariants:\n  one: {}\n  two: {aasd: {epochs: 2.0}}")
+    code, shown = study.run(publish=True)
+    assert code == 2 and "--publish writes one run of each domain" in shown and "--variant" in shown
+    assert not (study.root / "runs").exists(), "nothing has run"
 
 
 def test_a_stage_that_another_variant_has_finished_is_taken_from_there(study):

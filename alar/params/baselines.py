@@ -54,7 +54,7 @@ class Static(Section):
     """Notebook 15. `conversations` and what follows: of the base that it teaches where no checkpoint is given."""
 
     checkpoint: Location = ""
-    sets: Annotated[list[str], Field(min_length=1)] = ["arithmetic"]
+    sets: Annotated[list[LocationOrName], Field(min_length=1)] = ["arithmetic"]
     forms: Annotated[list[Literal["tagged", "raw"]], Field(min_length=1)] = ["tagged", "raw"]
     questions: Count = 400  # of each set
     max_new_tokens: Count = 224  # of an answer

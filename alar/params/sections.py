@@ -8,7 +8,7 @@ it, a line in `OWN_SECTION`. Reading files is the work of `alar.params`; those o
 `alar.params.baselines`.
 """
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import Field
 
@@ -67,7 +67,7 @@ GATHERING = ("17_ablations",)
 class Run(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "laptop"
     domains: Annotated[list[Domain], Field(min_length=1)] = ["search", "tool"]
-    seed: CountOrNone = 0
+    seed: Annotated[int, Field(ge=0, lt=500)] = 0  # AR-GRPO's questions are those of seed + 500
     threads: CountOrNone = 0  # 0 = all cores, shared by the run folders that are worked on at once
     jobs: Count = 2  # run folders (variants, domains) at once, at most one per core; one where there is a GPU
     report_to: Literal["none", "tensorboard", "wandb"] = "none"
@@ -200,17 +200,20 @@ class Eval(Section):
     control_questions: Count = 240
     oracle_questions: Count = 160
     systems: list[Literal["stage1", "warmup", "alar", "alar-think", "alar-latent"]] = []  # beside the base; [] = all
-    sets: Annotated[list[str], Field(min_length=1)] = ["real"]
+    sets: list[LocationOrName] = ["real"]  # [] = questions_file alone
     questions_file: Location = ""
     bootstrap: Annotated[int, Field(ge=100)] = 10000
     controls: bool = True
     oracle: bool = True
 
     def inconsistencies(self):
+        found = []
         if self.checkpoint and self.systems:
-            return [("systems", f"{self.systems} are the run's own, but eval.checkpoint names another model, which is evaluated "
-                                "alone; leave one of the two out")]
-        return []
+            found.append(("systems", f"{self.systems} are the run's own, but eval.checkpoint names another model, which is "
+                                     "evaluated alone; leave one of the two out"))
+        if not self.sets and not self.questions_file:
+            found.append(("sets", "is empty, so nothing would be asked; name a set, or a file in eval.questions_file"))
+        return found
 
 
 class Figures(Section):
@@ -337,9 +340,10 @@ def section_models() -> dict[str, type[Section]]:
 
 
 def field_kind(section: str, key: str) -> str:
-    """"location", "location or name", "str" or "" (anything else) for one field."""
+    """"location", "location or name", "str" or "" (anything else) for one field, or for the entries of a list."""
     field = section_models()[section].model_fields[key]
-    for mark in field.metadata:
+    entries = get_args(field.annotation) if get_origin(field.annotation) is list else ()
+    for mark in [*field.metadata, *getattr(entries[0] if entries else None, "__metadata__", ())]:
         if mark in ("location", "location or name"):
             return mark
     return "str" if field.annotation is str else ""

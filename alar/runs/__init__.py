@@ -78,7 +78,7 @@ class Stage:
         folder = self.run_dir / stage_name
         path = folder / file if file else folder
         key = f"{stage_name}/{file}" if file else stage_name
-        remedy = f"python run_all.py --from {stage_name[:2]}, or notebook {stage_name[:2]} with run_dir = {str(self.run_dir)!r}"
+        remedy = f"the same command with --from {stage_name[:2]}, or notebook {stage_name[:2]} with run_dir = {str(self.run_dir)!r}"
         if (folder / UNFINISHED).exists() and not (folder / FINISHED).exists():
             if required:
                 raise RunError(f"{path}: stage {stage_name} was interrupted, so its files may be incomplete; "

@@ -97,7 +97,7 @@ def _publish_figures(run_dir: Path, target: Path) -> list[str]:
     others = {stage: [path for path in _figures(run_dir / stage) if path.with_suffix(".png").exists()] for stage in ON_REQUEST}
     found = {target: study} | {target / stage: files for stage, files in others.items()}
     if not any(found.values()) or (study and not _figures(run_dir / FIGURE_STAGES[0])):
-        raise runs.RunError(f"{run_dir} holds no figures to publish; run stage 07 first: python run_all.py --from 07 --publish")
+        raise runs.RunError(f"{run_dir} holds no figures to publish; run stage 07 first: the same command with --from 07")
     lines = []
     for folder, files in found.items():
         if not files:

@@ -141,6 +141,8 @@ def plan(request: Request, root: Path, notebooks_dir: Path, *, absent: list[para
         if any(domain == "search" for domains in experiments.values() for domain in domains):
             raise NotebookError(f"none of the chosen notebooks is among those that {request.params.name} names in `only`")
         raise NotebookError(f"the notebooks {', '.join(SEARCH_ONLY)} run in the search domain: choose --domain search")
+    if request.publish and len({job.domain for job in jobs}) < len(jobs):
+        raise NotebookError("--publish writes one run of each domain, and these are several variants: name one with --variant")
     return sorted(jobs, key=lambda job: job.gathers)
 
 

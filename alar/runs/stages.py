@@ -39,11 +39,18 @@ def fingerprint(experiment: Experiment, notebook: Path, domain: str, package: Pa
     for name, value in params.flatten(experiment, notebook, domain=domain).items():
         section, key = params.origin(notebook, name)
         if (section, key) not in NOT_IN_KEY:
-            located = section and field_kind(section, key).startswith("location") and value and Path(value).exists()
-            parts[f"parameter {name}"] = f"content {content(Path(value))}" if located else json.dumps(value)
+            located = bool(section) and field_kind(section, key).startswith("location")
+            parts[f"parameter {name}"] = _by_content(value) if located else json.dumps(value)
     for package in ("torch", "transformers"):
         parts[f"version of {package}"] = importlib.metadata.version(package)
     return parts
+
+
+def _by_content(value: str | list[str]) -> str:
+    """What a location, or a list of them, holds; names that are no files stand for themselves."""
+    if isinstance(value, list):
+        return json.dumps([_by_content(entry) for entry in value])
+    return f"content {content(Path(value))}" if value and Path(value).exists() else json.dumps(value)
 
 
 def key_of(parts: dict[str, Any]) -> str:

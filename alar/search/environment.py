@@ -16,15 +16,17 @@ from alar.search.world import world
 class SearchEnvironment:
     """`searcher` serves every question; without one, each question's own embedded world is searched.
 
-    `topk` passages come back, each cut to `max_characters`.
+    `topk` passages come back, each cut to `max_characters`. `source` tells one searcher from another where results are compared.
     """
 
     form = protocol.SEARCH
     final = ("answer",)
     stop = protocol.SEARCH_STOPS
 
-    def __init__(self, searcher: Searcher | None = None, *, topk: int = 2, max_characters: int = 500, kept_worlds: int = 8):
-        self.searcher, self.topk, self.max_characters = searcher, topk, max_characters
+    def __init__(
+        self, searcher: Searcher | None = None, *, topk: int = 2, max_characters: int = 500, kept_worlds: int = 8, source: str = ""
+    ):
+        self.searcher, self.topk, self.max_characters, self.source = searcher, topk, max_characters, source
         self.kept_worlds = kept_worlds
         self._worlds: OrderedDict[str, Searcher] = OrderedDict()
 

@@ -51,8 +51,8 @@ _SENTENCES = {
         "I need to know {0}.", "Find {0}, please.", "Please, what is {0}?", "Find me {0}.", "Tell me, please, {0}.",
         "Can you tell me {0}?", "Can you find {0}, please?", "Could you give me {0}?", "Do you know {0}?", "Find out {0}.",
         "I would like to know {0}.", "I am looking for {0}.", "I have to know {0}.", "I must know {0}.", "We need {0}.",
-        "Now tell me {0}.", "Now find {0}.", "Look up {0}.", "Look up {0}, please.", "Show me {0}.", "Show me, please, {0}.",
-        "Please let me know {0}.", "Please get me {0}.", "Help me find {0}.", "So, what is {0}?", "What would {0} be?",
+        "Now tell me {0}.", "Now find {0}.", "Look up {0}.", "Show me {0}.", "Show me, please, {0}.",
+        "Please let me know {0}.", "Please get me {0}.", "Help me find {0}.", "What would {0} be?",
     ),
     "validation": ("I want {0}.", "I need to find {0}.", "Please, I need {0}.", "Tell me {0}, please."),
     "test": ("Please tell me {0}.", "Give me {0}.", "Please find {0}.", "I want to find {0}."),
@@ -61,8 +61,8 @@ _PRETRAINING_CONNECTIONS = (" and also ", "; and ", ", then ")
 _CONNECTIONS = {
     "pretraining": _PRETRAINING_CONNECTIONS,
     "train": _PRETRAINING_CONNECTIONS
-    + ("; then ", ", and also ", ", next ", "; next ", ", as well as ", "; after that ", ", after that "),
-    "validation": ("; and also ", ", also "),
+    + ("; then ", ", and also ", "; and also ", "; next ", "; after that "),
+    "validation": (", also ", ", and "),
     "test": (" and then ", "; also "),
 }
 _UNITS = (
