@@ -142,7 +142,7 @@ def test_the_command_names_what_is_missing(tmp_path, capsys):
     from alar.inspector.__main__ import main
 
     assert main([]) == 1 and "name a run folder" in capsys.readouterr().err
-    assert main([str(tmp_path)]) == 1 and "run notebook 08 first" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 1 and "run notebook 08 in this folder first" in capsys.readouterr().err
 
 
 def test_the_command_writes_the_report_of_a_run(latent_model, make, tmp_path, capsys):

@@ -35,7 +35,7 @@ from alar.records import Question, Trajectory
 from alar.rollout.engine import Engine
 from alar.rollout.engines import opened_engine
 from alar.rollout.loop import Environment
-from alar.runs import FINISHED, Stage, resolve, stages
+from alar.runs import FINISHED, Stage, resolve, scale_of, stages
 
 BASE = "base"
 FOLDER = "methods"
@@ -127,7 +127,7 @@ class Comparison:
         self.environment, self.questions = environment, list(questions)
         self.limits = {"max_new_tokens": max_new_tokens, "max_turns": max_turns}
         self.batch_size, self.engine, self.domain = batch_size, engine, domain
-        self.scale = scale or _scale(run_dir)
+        self.scale = scale or scale_of(run_dir)
 
     def measure(
         self,
@@ -253,12 +253,6 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
             "training, M tokens": (table["training_tokens"] / 1e6).round(2),
         }
     ).set_index(["method", "settings"])
-
-
-def _scale(run_dir: Path) -> str:
-    """What the run's model is, or the scale that the defaults are for."""
-    model = stages.read_record(run_dir / "01_latent_model" / "model.json")
-    return f"measured, {model['parameters'] / 1e6:,.1f} M parameters" if model else "measured at laptop scale"
 
 
 def _interval(name: str, row: pd.Series, source: str) -> dict[str, float]:

@@ -33,9 +33,6 @@ _ROWS = [
     (_TOOL_4B, "alar", 89.2, 117, None),
 ]
 
-# Latent share of turns of the 7B search model.
-LATENT_SHARE_7B = {"NQ": 0.89, "TriviaQA": 0.91, "2WikiMultihopQA": 0.75, "Bamboogle": 0.59}
-
 
 def results() -> pd.DataFrame:
     """One row per published point: setting, system, accuracy, tokens, accuracy_difference, token_reduction, digitised.

@@ -22,7 +22,7 @@ from PIL import Image
 
 COLUMN, PAGE = 3.4, 7.0  # inches
 
-MEASURED = "measured at laptop scale"  # what the small print says unless told otherwise
+MEASURED = "measured"  # what the small print says unless told otherwise
 Source = pd.DataFrame | str | Path  # a table, or the file that holds it
 
 BLACK, GREY, LIGHT = "#222222", "#666666", "#DDDDDD"

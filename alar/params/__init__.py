@@ -268,7 +268,7 @@ def _parse_override(text: str) -> tuple[str, str, Any]:
     section, key, raw = match.groups()
     if section not in section_models():
         raise ParameterError(f"--set {text}: {section}: unknown section{did_you_mean(section, section_models())}")
-    if key in section_models()[section].model_fields and field_kind(section, key):
+    if key in section_models()[section].model_fields and field_kind(section, key) in ("location", "location or name", "str"):
         return section, key, raw.strip().strip("\"'")
     try:
         return section, key, parse_value(raw)
@@ -320,7 +320,7 @@ def _resolve_locations(experiment: Experiment, root: Path) -> tuple[Experiment, 
     for section, values in experiment.model_dump().items():
         for key, value in values.items():
             kind = field_kind(section, key)
-            if kind not in ("location", "location or name"):
+            if not kind.startswith("location"):
                 continue
             resolved = []
             for entry in value if isinstance(value, list) else [value] if value else []:

@@ -340,10 +340,11 @@ def section_models() -> dict[str, type[Section]]:
 
 
 def field_kind(section: str, key: str) -> str:
-    """"location", "location or name", "str" or "" (anything else) for one field, or for the entries of a list."""
+    """"location", "location or name", "locations or names" (a list), "str" or "" (anything else) for one field."""
     field = section_models()[section].model_fields[key]
-    entries = get_args(field.annotation) if get_origin(field.annotation) is list else ()
-    for mark in [*field.metadata, *getattr(entries[0] if entries else None, "__metadata__", ())]:
+    if get_origin(field.annotation) is list and get_args(field.annotation)[0] is LocationOrName:
+        return "locations or names"
+    for mark in field.metadata:
         if mark in ("location", "location or name"):
             return mark
     return "str" if field.annotation is str else ""

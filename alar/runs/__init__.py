@@ -47,6 +47,14 @@ def resolve(path: str | Path) -> Path:
     return path if path.is_absolute() else repository() / path
 
 
+def scale_of(run_dir: Path) -> str:
+    """That a run's numbers are measured, and with how large a model where notebook 01 has noted it."""
+    noted = run_dir / "01_latent_model" / "model.json"
+    if not noted.exists():
+        return "measured"
+    return f"measured, {json.loads(noted.read_text(encoding='utf-8'))['parameters'] / 1e6:,.1f} M parameters"
+
+
 def repository() -> Path:
     """The folder that holds `run_all.py`: above the current one, else above this package, else the current one."""
     here = Path.cwd()
@@ -93,6 +101,12 @@ class Stage:
         self._inputs.add(key)
         self._note_inputs()
         return path
+
+    @property
+    def scale(self) -> str:
+        """What figures say of this run's numbers."""
+        self.input("01_latent_model", "model.json", required=False)
+        return scale_of(self.run_dir)
 
     def log(self, row: dict[str, Any], file: str = "metrics.jsonl") -> None:
         """Append one record to `folder/file`, and its numbers to TensorBoard or W&B if `report_to` says so."""
