@@ -18,12 +18,10 @@ class LatentActorRolloutRefWorker(ActorRolloutRefWorker):
         if get_device_name() == "cpu":
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             if not torch.distributed.is_initialized():  # verl would name the backend twice, once for each device
-                torch.distributed.init_process_group(
-                    "cpu:gloo",
-                    rank=int(os.environ["RANK"]),
-                    world_size=int(os.environ["WORLD_SIZE"]),
-                    init_method=os.environ.get("DIST_INIT_METHOD"),
-                )
+                size, meeting = int(os.environ["WORLD_SIZE"]), {"init_method": os.environ.get("DIST_INIT_METHOD")}
+                if size == 1:  # it meets nobody, so it needs no port, which another program may have taken meanwhile
+                    meeting = {"store": torch.distributed.HashStore()}
+                torch.distributed.init_process_group("cpu:gloo", rank=int(os.environ["RANK"]), world_size=size, **meeting)
         return super().init_model()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
