@@ -60,9 +60,8 @@ _SENTENCES = {
 _PRETRAINING_CONNECTIONS = (" and also ", "; and ", ", then ")
 _CONNECTIONS = {
     "pretraining": _PRETRAINING_CONNECTIONS,
-    "train": _PRETRAINING_CONNECTIONS
-    + ("; then ", ", and also ", "; and also ", "; next ", "; after that "),
-    "validation": (", also ", ", and "),
+    "train": _PRETRAINING_CONNECTIONS + ("; then ", ", and also ", "; and also ", "; next ", "; after that "),
+    "validation": (", also ", ", then also "),
     "test": (" and then ", "; also "),
 }
 _UNITS = (
