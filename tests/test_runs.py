@@ -210,7 +210,8 @@ def test_one_stage_alone_asks_for_its_inputs_only_when_it_needs_them(study):
         "(stage.folder / 'seen.txt').write_text((folder / 'w.txt').read_text())"])
     code, shown = study.run(only=("06",))
     assert code == 1
-    assert "03_aasd/checkpoint does not exist (stage 03_aasd has not run here); run it first: the same command with --" in shown
+    assert "03_aasd/checkpoint does not exist (stage 03_aasd has not run here); run it first:" in shown
+    assert "the same command with --from 03" in shown
     model = study.root / "model"
     model.mkdir()
     (model / "w.txt").write_text("mine")

@@ -75,9 +75,9 @@ class DualVocabulary(Supervised):
     think_end_bias: float = 5.0
     trainable: Literal["lora", "full", "rows", "lora+rows"] = "lora+rows"
     learning_rate: Rate = 2e-3
-    epochs: Annotated[float, Field(gt=0)] = 2.0
+    epochs: Annotated[float, Field(gt=0)] = 1.0
     batch_size: Count = 8
-    max_examples: CountOrNone = 800
+    max_examples: CountOrNone = 1600  # many seen once: few that are seen often cost text its accuracy
     checked: Count = 16  # traces on which the ln 2 identity is measured
     steps: CountOrNone = 8  # of RL, from "dual", or from the untrained copy where `methods` is empty; 0 = none
     latent_only_rl: bool = False  # its loss on mirrors alone
@@ -114,9 +114,9 @@ class Tokenskip(Supervised):
     """Notebook 12. Ratios are shares of a chain of thought's tokens."""
 
     learning_rate: Rate = 1e-3
-    epochs: Annotated[float, Field(gt=0)] = 3.0
+    epochs: Annotated[float, Field(gt=0)] = 1.0
     trainable: Literal["lora", "full", "rows", "lora+rows"] = "full"  # rows: the mirrors of dual_model
-    max_examples: CountOrNone = 1600
+    max_examples: CountOrNone = 4800
     checkpoint: Location = ""  # a model folder to start from; "" = notebook 01's base
     dataset: LocationOrName = ""  # "" = the domain's own questions; "arithmetic", "math", …, or a file
     test_dataset: LocationOrName = ""  # "" = the test split of `dataset`; a file needs another one
