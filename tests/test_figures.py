@@ -379,3 +379,15 @@ def test_every_method_has_a_marker_with_both_intervals_in_its_own_colour():
     looks = {(line.get_color(), line.get_marker()) for line in points}
     assert len(looks) == table["method"].nunique()
     assert "n = 1600 questions" in figure._supxlabel.get_text() and numbers.equals(table.reset_index(drop=True))
+
+
+def test_methods_near_the_base_are_drawn_larger_in_a_panel_of_their_own(tmp_path):
+    table = compared().query("domain == 'search'").reset_index(drop=True)
+    far = table.index[-1]
+    table.loc[far, ["accuracy", "accuracy_low", "accuracy_high"]] = 0.1, 0.05, 0.15
+    table.to_csv(tmp_path / "methods.csv", index=False)
+    figure, _ = figures.methods(tmp_path / "methods.csv")
+    larger = {(x, y) for bars in figure.axes[1].containers for x, y in zip(bars.lines[0].get_xdata(), bars.lines[0].get_ydata())}
+    near = table.drop(far)
+    assert larger == set(zip(near["tokens"], near["accuracy"]))
+    assert not any("nan" in line.get_text() for line in figure.legends[0].get_texts())

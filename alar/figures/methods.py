@@ -30,36 +30,46 @@ from alar.figures.style import (
 _COLOURS = (BLUE, VERMILLION, PURPLE, ORANGE, SKY, GREY)
 _MARKERS = "sD^vPXphd<>"
 _LEGEND_LENGTH = 34  # characters of a line
+_NEAR = 0.1  # accuracy below the base's, down to which a method is drawn larger too
 
 
 @styled
 def methods(table: Source) -> tuple[Figure, pd.DataFrame]:
-    """Accuracy against mean generated tokens, one panel per domain; settings of one method are joined by a line.
+    """Accuracy against mean generated tokens, one row per domain: all methods, and those near the base's accuracy (`_NEAR`) larger.
 
-    Up and to the left is better; the dashed lines go through the base of each domain.
+    Settings of one method are joined by a line. Up and to the left is better; the dashed lines go through the base of each domain.
     """
     table = tables.read(table, tables.METHODS)
+    table = table.assign(settings=table["settings"].fillna(""))  # an empty one, read from a CSV file
     domains = tables.in_order(table["domain"], ("search", "tool"))
     looks = _looks(tables.in_order(table["method"], ("base", "ALAR")))
-    figure = new_figure(PAGE, max(3.0, 0.6 + 0.16 * len(looks)))
-    grid = figure.subplots(1, len(domains), squeeze=False)[0]
-    for index, (axes, domain) in enumerate(zip(grid, domains, strict=True)):
+    figure = new_figure(PAGE, max(2.6 * len(domains), 0.6 + 0.16 * len(looks)))
+    grid = figure.subplots(len(domains), 2, squeeze=False)
+    for number, (panels, domain) in enumerate(zip(grid, domains, strict=True)):
         rows = table[table["domain"] == domain]
-        for method, part in rows.groupby("method", sort=False):
-            _draw(axes, part, looks[method])
-        for base in rows[rows["method"] == "base"].itertuples():
-            dashed = {"color": GREY, "linewidth": 0.7, "linestyle": (0, (4, 2)), "zorder": 0}
-            axes.axhline(base.accuracy, **dashed)
-            axes.axvline(base.tokens, **dashed)
-        percent_axis(axes.yaxis)
-        axes.set_xlabel("Generated tokens per question")
-        if len(domains) > 1:
-            axes.set_title(f"{panel_letter(index)}   {domain}")
-    grid[0].set_ylabel("Accuracy (%)")
+        base = rows.loc[rows["method"] == "base", "accuracy"]
+        near = rows if base.empty else rows[rows["accuracy"] > base.iloc[0] - _NEAR]
+        for column, (axes, shown) in enumerate(zip(panels, (rows, near))):
+            _panel(axes, shown, looks)
+            title = ("all methods", f"within {100 * _NEAR:.0f} points of the base")[column]
+            where = f"{domain}, " if len(domains) > 1 else ""
+            axes.set_title(f"{panel_letter(2 * number + column)}   {where}{title}")
+        panels[0].set_ylabel("Accuracy (%)")
     figure.legend(handles=_legend(table, looks), loc="outside right upper", labelspacing=0.45)
     numbers = ", ".join(str(n) for n in dict.fromkeys(int(n) for n in table["n"]))
     footnote(figure, *dict.fromkeys(table["scale"]), f"n = {numbers} questions", "bars: 95 % intervals, bootstrap")
     return figure, table
+
+
+def _panel(axes, rows: pd.DataFrame, looks: dict[str, dict]) -> None:
+    for method, part in rows.groupby("method", sort=False):
+        _draw(axes, part, looks[method])
+    for base in rows[rows["method"] == "base"].itertuples():
+        dashed = {"color": GREY, "linewidth": 0.7, "linestyle": (0, (4, 2)), "zorder": 0}
+        axes.axhline(base.accuracy, **dashed)
+        axes.axvline(base.tokens, **dashed)
+    percent_axis(axes.yaxis)
+    axes.set_xlabel("Generated tokens per question")
 
 
 def _looks(methods: list[str]) -> dict[str, dict]:
