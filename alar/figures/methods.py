@@ -30,7 +30,7 @@ from alar.figures.style import (
 _COLOURS = (BLUE, VERMILLION, PURPLE, ORANGE, SKY, GREY)
 _MARKERS = "sD^vPXphd<>"
 _LEGEND_LENGTH = 34  # characters of a line
-_NEAR = 0.1  # accuracy below the base's, down to which a method is drawn larger too
+_NEAR = 0.1  # how far below the base's accuracy a method is still drawn larger
 
 
 @styled
@@ -49,10 +49,10 @@ def methods(table: Source) -> tuple[Figure, pd.DataFrame]:
         rows = table[table["domain"] == domain]
         base = rows.loc[rows["method"] == "base", "accuracy"]
         near = rows if base.empty else rows[rows["accuracy"] > base.iloc[0] - _NEAR]
-        for column, (axes, shown) in enumerate(zip(panels, (rows, near))):
-            _panel(axes, shown, looks)
-            title = ("all methods", f"within {100 * _NEAR:.0f} points of the base")[column]
-            where = f"{domain}, " if len(domains) > 1 else ""
+        where = f"{domain}, " if len(domains) > 1 else ""
+        shown = {"all methods": rows, f"at most {100 * _NEAR:.0f} points below the base": near}
+        for column, (axes, title) in enumerate(zip(panels, shown, strict=True)):
+            _panel(axes, shown[title], looks)
             axes.set_title(f"{panel_letter(2 * number + column)}   {where}{title}")
         panels[0].set_ylabel("Accuracy (%)")
     figure.legend(handles=_legend(table, looks), loc="outside right upper", labelspacing=0.45)

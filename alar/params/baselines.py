@@ -77,7 +77,7 @@ class DualVocabulary(Supervised):
     learning_rate: Rate = 2e-3
     epochs: Annotated[float, Field(gt=0)] = 1.0
     batch_size: Count = 8
-    max_examples: CountOrNone = 1600  # many seen once: few that are seen often cost text its accuracy
+    max_examples: CountOrNone = 1600
     checked: Count = 16  # traces on which the ln 2 identity is measured
     steps: CountOrNone = 8  # of RL, from "dual", or from the untrained copy where `methods` is empty; 0 = none
     latent_only_rl: bool = False  # its loss on mirrors alone
