@@ -4,7 +4,7 @@
     python run_all.py                                   the laptop study, params/laptop.yaml
     python run_all.py --list                            what would run, and why
     python run_all.py --params FILE --check             what is missing here for it, without a network
-    python run_all.py --params params/smoke.yaml        every notebook, a few steps each
+    python run_all.py --params params/smoke.yaml        notebooks 00 to 08, a few steps each
     python run_all.py --domain search --only 06 --set eval.checkpoint=FOLDER
     python run_all.py --test                            the tests
 

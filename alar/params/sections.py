@@ -58,7 +58,7 @@ ON_REQUEST = (
 )
 
 # Of these, the ones that know one domain's worlds, or none, and run in the folder of the search domain.
-SEARCH_ONLY = ("09_benchmarks", "10_serving", "15_static_evaluation", "16_logprob_reward", "17_ablations")
+SEARCH_ONLY = ("09_benchmarks", "10_serving", "15_static_evaluation", "16_logprob_reward")
 
 # Notebooks that read what other variants have computed: they come after these.
 GATHERING = ("17_ablations",)
