@@ -140,10 +140,10 @@ def test_the_file_changes_one_choice_a_variant_and_compares_them_all():
         return Variant(name, experiment.run.seed, named, pd.DataFrame(), pd.DataFrame())
 
     reference = as_variant(gathered.reference)
+    choices = {"reference": 0, "no-bonus": 2, "trajectory-credit": 3, "published-recipe": 6}
     for name in variants:
         changed = ablations.differences(as_variant(name), reference)
-        taken_together = {"no-bonus": 2, "trajectory-credit": 3, "published-recipe": 6}
-        assert len(changed) == (0 if name.startswith("reference") else taken_together.get(name.partition("-seed")[0], 1)), (name, changed)
+        assert len(changed) == choices.get(name.partition("-seed")[0], 1), (name, changed)
 
 
 @pytest.fixture
@@ -184,6 +184,13 @@ def test_the_notebook_gathers_what_is_there_and_names_what_is_not(experiment, ca
     assert (home / "17_ablations/ablations_figure.png").exists() and "k8" in scope["missing"]
     noted = runs.read_inputs(home / "17_ablations")  # so that the stage runs again once k8 is there
     assert "../../k8/search/06_benchmark_eval/questions.parquet" in noted
+
+
+def test_the_notebook_gathers_the_variants_of_its_own_domain(experiment):
+    for variant_home in list(experiment.iterdir()):
+        (variant_home / "search").rename(variant_home / "tool")
+    scope = run_notebook(experiment / "table" / "tool", domain="tool", compared=["reference", "k0"])
+    assert not scope["missing"] and len(scope["table"]) == 3
 
 
 def test_the_notebook_without_its_reference_says_what_to_run(tmp_path):
