@@ -8,10 +8,10 @@
     python run_all.py --domain search --only 06 --set eval.checkpoint=FOLDER
     python run_all.py --test                            the tests
 
-Needs only Python 3.11 or 3.12 to start, so this file uses the standard library alone. The running interpreter is used
-if it has the core packages in a tested combination of versions; otherwise `.venv` is made beside this file, filled
-with the pinned packages of `requirements/`, and used. An interrupted installation is repaired the next time.
-The work itself is done by `alar.runs.runner`.
+Needs only Python 3.11 or 3.12 to start, so this file uses the standard library alone. The running
+interpreter is used if it has the core packages in a tested combination of versions; otherwise
+`.venv` is made beside this file, filled with the pinned packages of `requirements/`, and used. An
+interrupted installation is repaired the next time. The work itself is done by `alar.study.runner`.
 """
 
 from __future__ import annotations
@@ -47,25 +47,75 @@ class SetupError(SystemExit):
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Run the ALAR study: sets itself up, runs the notebooks, draws the figures.")
-    parser.add_argument("--params", type=Path, default=ROOT / "params" / "laptop.yaml", metavar="FILE",
-                        help="parameter file (default: params/laptop.yaml)")
-    parser.add_argument("--set", action="append", default=[], metavar="STAGE.KEY=VALUE", dest="overrides",
-                        help="override one parameter; may be repeated")
-    parser.add_argument("--domain", action="append", default=[], help="only this domain; may be repeated")
-    parser.add_argument("--variant", action="append", default=[], help="only this variant of the file; may be repeated")
-    parser.add_argument("--only", action="append", default=[], metavar="NN", help="only these stages, such as 06 or 03,04")
-    parser.add_argument("--from", default="", metavar="NN", dest="start", help="this stage and the later ones")
-    parser.add_argument("--force", action="store_true", help="run the chosen stages even if they are finished")
-    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="folder for the run (default: runs/NAME)")
-    parser.add_argument("--publish", action="store_true", help="afterwards write figures/ and notebooks/executed/")
+    parser = argparse.ArgumentParser(
+        description="Run the ALAR study: sets itself up, runs the notebooks, draws the figures."
+    )
+    parser.add_argument(
+        "--params",
+        type=Path,
+        default=ROOT / "params" / "laptop.yaml",
+        metavar="FILE",
+        help="parameter file (default: params/laptop.yaml)",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="STAGE.KEY=VALUE",
+        dest="overrides",
+        help="override one parameter; may be repeated",
+    )
+    parser.add_argument(
+        "--domain", action="append", default=[], help="only this domain; may be repeated"
+    )
+    parser.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        help="only this variant of the file; may be repeated",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NN",
+        help="only these stages, such as 06 or 03,04",
+    )
+    parser.add_argument(
+        "--from", default="", metavar="NN", dest="start", help="this stage and the later ones"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="run the chosen stages even if they are finished"
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="folder for the run (default: runs/NAME)"
+    )
+    parser.add_argument(
+        "--publish", action="store_true", help="afterwards write figures/ and notebooks/executed/"
+    )
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--list", action="store_true", help="show the stages and what would run, then stop")
-    action.add_argument("--check", action="store_true",
-                        help="list what is missing here (names, memory, disk, data, ports), offline; exit code 2 if anything is")
-    action.add_argument("--install", choices=("core", "engines"), help="only install; engines = vLLM and verl")
-    action.add_argument("--test", action="store_true", help="install what the tests need and run them (at most 20 min)")
-    action.add_argument("--test-full", action="store_true", help="the same with every combination (at most 90 min)")
+    action.add_argument(
+        "--list", action="store_true", help="show the stages and what would run, then stop"
+    )
+    action.add_argument(
+        "--check",
+        action="store_true",
+        help=(
+            "list what is missing here (names, memory, disk, data, ports), offline; exit code 2 if"
+            " anything is"
+        ),
+    )
+    action.add_argument(
+        "--install", choices=("core", "engines"), help="only install; engines = vLLM and verl"
+    )
+    action.add_argument(
+        "--test",
+        action="store_true",
+        help="install what the tests need and run them (at most 20 min)",
+    )
+    action.add_argument(
+        "--test-full", action="store_true", help="the same with every combination (at most 90 min)"
+    )
     return parser.parse_args(argv)
 
 
@@ -73,7 +123,9 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a console or a log of another encoding shows "?" for what it lacks
+            stream.reconfigure(
+                errors="replace"
+            )  # a console or a log of another encoding shows "?" for what it lacks
     check_python(sys.version_info[:2])
     testing = options.test or options.test_full
     environment(engines=testing or options.install == "engines", tests=testing)
@@ -85,8 +137,8 @@ def main(argv: list[str] | None = None) -> int:
     sys.path.insert(0, str(ROOT))
     if options.check:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's library is imported
-    from alar.runs.runner import Request
-    from alar.runs.runner import main as run
+    from alar.study.runner import Request
+    from alar.study.runner import main as run
 
     request = Request(
         params=options.params,
@@ -100,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
         publish=options.publish,
     )
     if options.check:
-        from alar.check import main as check
+        from alar.study.check import main as check
 
         return check(request, root=ROOT)
     return run(request, root=ROOT, list_only=options.list)
@@ -108,28 +160,38 @@ def main(argv: list[str] | None = None) -> int:
 
 def check_python(version: tuple[int, int]) -> None:
     if tuple(version) not in PYTHONS:
-        raise SetupError(f"Python 3.11 or 3.12 is needed, this is {version[0]}.{version[1]} ({sys.executable}). "
-                         "Start this file with one of them, for example: python3.11 run_all.py")
+        raise SetupError(
+            f"Python 3.11 or 3.12 is needed, this is {version[0]}.{version[1]} ({sys.executable}). "
+            "Start this file with one of them, for example: python3.11 run_all.py"
+        )
 
 
 def environment(*, engines: bool, tests: bool) -> None:
-    """Return if this interpreter can do the work; otherwise prepare `.venv` and start again with its Python."""
+    """Return if this interpreter can do the work; otherwise prepare `.venv` and start again with
+    its Python."""
     venv = ROOT / ".venv"
     if Path(sys.prefix).resolve() == venv.resolve():
         fill(venv, engines)
         line = tested_line()
         if line is None:
-            raise SetupError(f"{venv} lacks core packages although they were installed: {', '.join(missing_packages())}. "
-                             "Delete the folder and run this again.")
+            raise SetupError(
+                f"{venv} lacks core packages although they were installed:"
+                f" {', '.join(missing_packages())}. Delete the folder and run this again."
+            )
     else:
         line = tested_line()
-        lacks_engines = engines and not all(any(version(p) for p in group) for group in ENGINE_PACKAGES)
+        lacks_engines = engines and not all(
+            any(version(p) for p in group) for group in ENGINE_PACKAGES
+        )
         lacks_tests = tests and not all(version(p) for p in TEST_PACKAGES)
         if line is None or lacks_engines or lacks_tests:
             python = make_venv(venv)
             restart(python)
-    print(f"{sys.executable}: Python {sys.version.split()[0]}, torch {version('torch')}, "
-          f"transformers {version('transformers')} (tested line {line})", flush=True)
+    print(
+        f"{sys.executable}: Python {sys.version.split()[0]}, torch {version('torch')}, "
+        f"transformers {version('transformers')} (tested line {line})",
+        flush=True,
+    )
 
 
 def tested_line() -> str | None:
@@ -137,7 +199,10 @@ def tested_line() -> str | None:
     if missing_packages():
         return None
     for name, wanted in TESTED_LINES.items():
-        if all(re.match(re.escape(prefix) + r"(\.|\+|$)", version(package) or "") for package, prefix in wanted.items()):
+        if all(
+            re.match(re.escape(prefix) + r"(\.|\+|$)", version(package) or "")
+            for package, prefix in wanted.items()
+        ):
             return name
     return None
 
@@ -148,7 +213,10 @@ def missing_packages() -> list[str]:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     alone = (ROOT / "requirements" / "core-nodeps.txt").read_text(encoding="utf-8").splitlines()
-    wanted = [*project["dependencies"], *(line for line in alone if line and not line.startswith("#"))]
+    wanted = [
+        *project["dependencies"],
+        *(line for line in alone if line and not line.startswith("#")),
+    ]
     names = [re.match(r"[A-Za-z0-9._-]+", requirement).group() for requirement in wanted]
     return [name for name in names if version(name) is None]
 
@@ -163,13 +231,20 @@ def version(package: str) -> str | None:
 def make_venv(venv: Path) -> Path:
     """Create `.venv` if it is not there or unusable; returns its Python."""
     python = venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    works = python.exists() and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0
+    works = (
+        python.exists()
+        and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0
+    )
     if not works:
         print(f"Creating {venv} …", flush=True)
-        done = subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "venv", "--clear", str(venv)], capture_output=True, text=True
+        )
         if done.returncode:
-            raise SetupError(f"{venv} could not be created:\n{done.stdout}{done.stderr}\n"
-                             "On Debian and Ubuntu, `apt install python3-venv` adds the missing part.")
+            raise SetupError(
+                f"{venv} could not be created:\n{done.stdout}{done.stderr}\n"
+                "On Debian and Ubuntu, `apt install python3-venv` adds the missing part."
+            )
     return python
 
 
@@ -183,7 +258,8 @@ def restart(python: Path) -> None:
 
 
 def fill(venv: Path, engines: bool) -> None:
-    """Bring `.venv` to the pinned sets. A finished set leaves a mark with the hash of its files, so it is done once."""
+    """Bring `.venv` to the pinned sets. A finished set leaves a mark with the hash of its files, so
+    it is done once."""
     with only_one(venv / ".alar-installing"):
         sets = [("core", CORE_FILES)] + ([("engines", ENGINE_FILES)] if engines else [])
         for name, files in sets:
@@ -215,8 +291,17 @@ def drop_half_installed(venv: Path) -> None:
 
 def pip_install(arguments: list[str], title: str) -> None:
     """Run pip, showing one line that changes in a terminal, and a line now and then elsewhere."""
-    command = [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check",
-               "--progress-bar", "off", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-input",
+        "--disable-pip-version-check",
+        "--progress-bar",
+        "off",
+        *arguments,
+    ]
     print(f"Installing {title}", flush=True)
     began = time.time()
     log: list[str] = []
@@ -227,8 +312,15 @@ def pip_install(arguments: list[str], title: str) -> None:
         in_place = sys.stdout.isatty()
         while not finished.wait(1 if in_place else 30):
             text = f"  {time.time() - began:.0f} s: {status}"
-            print("\r\033[K" + text[: shutil.get_terminal_size().columns - 1] if in_place else text[:160],
-                  end="" if in_place else "\n", flush=True)
+            print(
+                (
+                    "\r\033[K" + text[: shutil.get_terminal_size().columns - 1]
+                    if in_place
+                    else text[:160]
+                ),
+                end="" if in_place else "\n",
+                flush=True,
+            )
         if in_place:
             print("\r\033[K", end="")
 
@@ -236,7 +328,9 @@ def pip_install(arguments: list[str], title: str) -> None:
     ticker.start()
     try:
         count = 0
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as pip:
             for line in pip.stdout:
                 log.append(line.rstrip())
                 if re.match(r"Collecting|Processing|Requirement already", line):
@@ -248,14 +342,18 @@ def pip_install(arguments: list[str], title: str) -> None:
         finished.set()
         ticker.join()
     if pip.returncode:
-        raise SetupError("\n".join(log[-25:]) + f"\n\npip could not install {title}. Check the network and the free disk space, "
-                         "then run the same command again: it goes on from here.")
+        raise SetupError(
+            "\n".join(log[-25:])
+            + f"\n\npip could not install {title}. Check the network and the free disk space, "
+            "then run the same command again: it goes on from here."
+        )
     print(f"  done in {time.time() - began:.0f} s", flush=True)
 
 
 @contextlib.contextmanager
 def only_one(path: Path):
-    """Two runs that start at once must not fill the same folder; the system frees the lock if one is killed."""
+    """Two runs that start at once must not fill the same folder; the system frees the lock if one
+    is killed."""
     if os.name == "nt":
         yield
         return
@@ -273,8 +371,17 @@ def only_one(path: Path):
 def run_tests(*, full: bool) -> int:
     """pytest's own output and exit code; its closing line stays the last one."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, "-m", "pytest", "-q", *([] if full else ["-m", "not full"]), str(ROOT / "tests")]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}).returncode
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        *([] if full else ["-m", "not full"]),
+        str(ROOT / "tests"),
+    ]
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    ).returncode
 
 
 if __name__ == "__main__":

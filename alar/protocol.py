@@ -3,10 +3,11 @@
     \\n\\n<think>text</think>\\n\\n<search>query</search>
     \\n\\n<latent>••••</latent>\\n\\n<answer>text</answer>
 
-The form is that of Search-R1 with ALAR's latent block (arXiv 2606.02871); `SEARCH` gathers it for the agent loop, and the
-tool domain has a `Form` of its own (`alar.tool.protocol`). The tags are ordinary text, made of
-several BPE pieces each; only the K positions inside a latent block hold a reserved id, shown to people as `•`.
-Deliberate: nothing here depends on a tokenizer, a model or a domain's environment.
+The form is that of Search-R1 with ALAR's latent block (arXiv 2606.02871); `SEARCH` gathers it for
+the agent loop, and the tool domain has a `Form` of its own (`alar.domains.tool.protocol`). The tags
+are ordinary text, made of several BPE pieces each; only the K positions inside a latent block hold
+a reserved id, shown to people as `•`. Deliberate: nothing here depends on a tokenizer, a model or a
+domain's environment.
 """
 
 from __future__ import annotations
@@ -26,23 +27,26 @@ SEARCH_ACTIONS = ("search", "answer")
 SEARCH_STOPS = ("</search>", "</answer>")
 
 INSTRUCTION = (
-    "Reason inside <think> and </think> before every action. Look things up with <search> and </search>; "
-    "results come inside <information> and </information>. Answer inside <answer> and </answer>."
+    "Reason inside <think> and </think> before every action. Look things up with <search> and"
+    " </search>; results come inside <information> and </information>. Answer inside <answer> and"
+    " </answer>."
 )
 INVALID_ACTION = (
-    "\n\nMy previous action is invalid. To search, I write the query inside <search> and </search>; "
-    "to answer, I write the answer inside <answer> and </answer>. I try again.\n\n"
+    "\n\nMy previous action is invalid. To search, I write the query inside <search> and </search>;"
+    " to answer, I write the answer inside <answer> and </answer>. I try again.\n\n"
 )
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One parsed turn. `mode` is "think", "latent" or "none"; `action` is "search", "answer" or None.
+    """One parsed turn. `mode` is "think", "latent" or "none"; `action` is "search", "answer" or
+    None.
 
     `well_formed` means: exactly one closed reasoning block, then exactly one action, nothing else.
     `problem` says in words what is wrong with a turn that is not.
-    `policy_text` is what stands outside the latent block, the tags and the action: what counts as thinking.
-    `earlier` are the turns of the same trajectory before this one, which the agent loop tells an environment.
+    `policy_text` is what stands outside the latent block, the tags and the action: what counts as
+    thinking. `earlier` are the turns of the same trajectory before this one, which the agent loop
+    tells an environment.
     """
 
     mode: str
@@ -56,13 +60,16 @@ class Turn:
 
 
 class Trusted(str):
-    """Text of a template, in which special tokens such as `<|im_end|>` are meant. All other text is from outside."""
+    """Text of a template, in which special tokens such as `<|im_end|>` are meant. All other text is
+    from outside."""
 
 
 class Form(Protocol):
-    """What a domain's prompts, turns and observations look like. Texts are in pieces, those of the template `Trusted`.
+    """What a domain's prompts, turns and observations look like. Texts are in pieces, those of the
+    template `Trusted`.
 
-    `opening` stands before the first block, `closing` ends every turn (empty where a stop string does).
+    `opening` stands before the first block, `closing` ends every turn (empty where a stop string
+    does).
     """
 
     opening: str
@@ -126,11 +133,21 @@ _OPEN_TAG = re.compile(r"</?(?:think|latent|search|answer|information)>")
 
 
 def leading_block(text: str, tags: re.Pattern) -> tuple[str, str, str, str]:
-    """(mode, reasoning, the text behind it, problem) of a turn; `tags` are those that may not stand inside a block."""
+    """(mode, reasoning, the text behind it, problem) of a turn; `tags` are those that may not stand
+    inside a block."""
     block = _BLOCK.match(text)
     if block is None:
         opened = re.match(r"\s*<(think|latent)>", text)
-        return "none", "", text, f"<{opened[1]}> is never closed" if opened else "the turn does not start with a reasoning block"
+        return (
+            "none",
+            "",
+            text,
+            (
+                f"<{opened[1]}> is never closed"
+                if opened
+                else "the turn does not start with a reasoning block"
+            ),
+        )
     mode, reasoning, problem = block[1], block[2], ""
     if mode == "latent" and reasoning.strip(BULLET):
         problem = "text inside a latent block"
@@ -169,15 +186,22 @@ def parse_turns(text: str, actions: tuple[str, ...] = SEARCH_ACTIONS) -> list[Tu
 
 
 class Prompted:
-    """The turns and observations of `form` behind other prompts: `prompt(question)` gives their pieces."""
+    """The turns and observations of `form` behind other prompts: `prompt(question)` gives their
+    pieces."""
 
     def __init__(self, form: Form, prompt: Callable[[Any], Sequence[str]]):
         self.prompt, self.opening, self.closing = prompt, form.opening, form.closing
-        self.observation, self.invalid, self.parse, self.action = form.observation, form.invalid, form.parse, form.action
+        self.observation, self.invalid, self.parse, self.action = (
+            form.observation,
+            form.invalid,
+            form.parse,
+            form.action,
+        )
 
 
 class SearchForm:
-    """Search-R1's form: an instruction with the question, `<search>` and `<answer>`, observations as bare text."""
+    """Search-R1's form: an instruction with the question, `<search>` and `<answer>`, observations
+    as bare text."""
 
     opening = BLOCK_SEPARATOR
     closing = ""

@@ -1,7 +1,8 @@
 """Questions and trajectories: token ids with, for every token, where it came from.
 
-Everything that later needs to know which tokens were sampled, forced, latent or observed (loss masks, counts, the
-RL objective, the inspector) reads these fields; nobody derives them again from text.
+Everything that later needs to know which tokens were sampled, forced, latent or observed (loss
+masks, counts, the RL objective, the inspector) reads these fields; nobody derives them again from
+text.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from alar.jsonl import read_jsonl, write_jsonl
+from alar.files import read_jsonl, write_jsonl
 
 
 class Origin(IntEnum):
-    """Where a token came from. SAMPLED, FORCED and LATENT tokens count as generated; only SAMPLED ones have a log-prob."""
+    """Where a token came from. SAMPLED, FORCED and LATENT tokens count as generated; only SAMPLED
+    ones have a log-prob."""
 
     PROMPT = 0
     SAMPLED = 1
@@ -31,9 +33,10 @@ GENERATED = (Origin.SAMPLED, Origin.FORCED, Origin.LATENT)
 
 @dataclass(frozen=True)
 class Question:
-    """One question. `hard_turns` (0-based) marks the turns that need a computation, for analysis only:
-    it never reaches prompts, mode choices or rewards. `world` names the facts that it is asked about. `details` is JSON with
-    what a domain adds: functions, messages and accepted calls in the tool domain."""
+    """One question. `hard_turns` (0-based) marks the turns that need a computation, for analysis
+    only: it never reaches prompts, mode choices or rewards. `world` names the facts that it is
+    asked about. `details` is JSON with what a domain adds: functions, messages and accepted calls
+    in the tool domain."""
 
     id: str
     text: str
@@ -46,10 +49,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Observation:
-    """What an environment answers to an action: the text to show, and the titles of the passages in it.
+    """What an environment answers to an action: the text to show, and the titles of the passages in
+    it.
 
-    With `end` the trajectory is over: "answer" if this action is all that was asked for, else why nothing can be shown. Its
-    text, if there is any, is the last thing in the record.
+    With `end` the trajectory is over: "answer" if this action is all that was asked for, else why
+    nothing can be shown. Its text, if there is any, is the last thing in the record.
     """
 
     text: str
@@ -59,7 +63,8 @@ class Observation:
 
 @dataclass(frozen=True)
 class Step:
-    """One turn of the expert that a question comes with: the thought, then the action with its argument."""
+    """One turn of the expert that a question comes with: the thought, then the action with its
+    argument."""
 
     thought: str
     action: str
@@ -85,12 +90,15 @@ class TurnRecord:
     problem: str = ""
     think_length: int = 0  # characters of policy text outside latent blocks, tags and actions
     forced_mode: str = ""  # "think" | "latent" when the mode was not the policy's choice
-    titles: list[str] = field(default_factory=list)  # of the passages retrieved by this turn's action
+    titles: list[str] = field(
+        default_factory=list
+    )  # of the passages retrieved by this turn's action
 
 
 @dataclass
 class Trajectory:
-    """Token ids, origins, behaviour log-probs (NaN unless SAMPLED) and z of the latent positions, row-major [N, H]."""
+    """Token ids, origins, behaviour log-probs (NaN unless SAMPLED) and z of the latent positions,
+    row-major [N, H]."""
 
     question: Question
     ids: list[int]
@@ -113,7 +121,11 @@ class Trajectory:
 
     @property
     def well_formed(self) -> bool:
-        return bool(self.turns) and self.finish == "answer" and all(turn.well_formed for turn in self.turns)
+        return (
+            bool(self.turns)
+            and self.finish == "answer"
+            and all(turn.well_formed for turn in self.turns)
+        )
 
     @property
     def num_latent_turns(self) -> int:
@@ -128,29 +140,39 @@ class Trajectory:
         return sum(turn.think_length for turn in self.turns)
 
     def check(self) -> None:
-        """Raise ValueError if the record contradicts itself: one origin and log-prob a token, one z a LATENT token."""
+        """Raise ValueError if the record contradicts itself: one origin and log-prob a token, one z
+        a LATENT token."""
         if not len(self.ids) == len(self.origins) == len(self.logprobs):
-            raise ValueError(f"{self.question.id}: ids, origins and log-probs have different lengths")
+            raise ValueError(
+                f"{self.question.id}: ids, origins and log-probs have different lengths"
+            )
         marked = {token for token, origin in zip(self.ids, self.origins) if origin == Origin.LATENT}
         plain = {token for token, origin in zip(self.ids, self.origins) if origin != Origin.LATENT}
         if len(marked) > 1 or marked & plain:
             raise ValueError(f"{self.question.id}: latent ids and LATENT origins do not agree")
         if self.count(Origin.LATENT) != len(self.latents):
             raise ValueError(
-                f"{self.question.id}: {len(self.latents)} latent vectors for {self.count(Origin.LATENT)} latent positions"
+                f"{self.question.id}: {len(self.latents)} latent vectors for"
+                f" {self.count(Origin.LATENT)} latent positions"
             )
 
     def to_json(self) -> dict:
         record = asdict(self)
-        record["logprobs"] = [None if np.isnan(value) else round(float(value), 6) for value in self.logprobs]
-        record["latents"] = [[float(x) for x in row] for row in np.asarray(self.latents, dtype=np.float32)]
+        record["logprobs"] = [
+            None if np.isnan(value) else round(float(value), 6) for value in self.logprobs
+        ]
+        record["latents"] = [
+            [float(x) for x in row] for row in np.asarray(self.latents, dtype=np.float32)
+        ]
         return record
 
     @classmethod
     def from_json(cls, record: dict) -> Trajectory:
         record = dict(record)
         record["question"] = question_from_json(record["question"])
-        record["logprobs"] = [float("nan") if value is None else value for value in record["logprobs"]]
+        record["logprobs"] = [
+            float("nan") if value is None else value for value in record["logprobs"]
+        ]
         record["latents"] = np.asarray(record["latents"], dtype=np.float32)
         record["turns"] = [TurnRecord(**turn) for turn in record["turns"]]
         trajectory = cls(**record)
@@ -175,12 +197,15 @@ def read_trajectories(path: str | Path) -> list[Trajectory]:
     """Read JSON lines; a broken or incomplete line is an error that names the file and the line."""
     path, trajectories = Path(path), []
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file of trajectories; run the stage that writes it first")
+        raise FileNotFoundError(
+            f"{path}: no such file of trajectories; run the stage that writes it first"
+        )
     for number, record in enumerate(read_jsonl(path), start=1):
         try:
             trajectories.append(Trajectory.from_json(record))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{path}, line {number}: not a complete trajectory ({error}); delete the file and run the stage again"
+                f"{path}, line {number}: not a complete trajectory ({error}); delete the file and"
+                " run the stage again"
             ) from error
     return trajectories

@@ -1,6 +1,6 @@
 """Writes the pins of core.txt into environment.yml, so that conda users get the same set.
 
-    python requirements/sync.py
+python requirements/sync.py
 """
 
 from pathlib import Path

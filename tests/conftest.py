@@ -20,7 +20,9 @@ def pytest_collection_modifyitems(items):
 
         if not torch.cuda.is_available():
             for item in marked:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, this machine has none"))
+                item.add_marker(
+                    pytest.mark.skip(reason="needs a CUDA device, this machine has none")
+                )
 
 
 @pytest.fixture(scope="session")
@@ -30,21 +32,30 @@ def repository() -> Path:
 
 @pytest.fixture(scope="session")
 def installed_path(repository, tmp_path_factory) -> str:
-    """PYTHONPATH under which this checkout counts as installed, so that vLLM's processes find its plugin."""
+    """PYTHONPATH under which this checkout counts as installed, so that vLLM's processes find its
+    plugin."""
     project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     folder = tmp_path_factory.mktemp("installed")
     info = folder / f"{project['name']}-{project['version']}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
     points = project["entry-points"].items()
-    lines = [line for group, names in points for line in (f"[{group}]", *(f"{k} = {v}" for k, v in names.items()))]
+    lines = [
+        line
+        for group, names in points
+        for line in (f"[{group}]", *(f"{k} = {v}" for k, v in names.items()))
+    ]
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
     return os.pathsep.join([str(folder), str(repository)])
 
 
 @pytest.fixture
 def write_notebook():
-    """write_notebook(path, "parameters source", "cell", "cell", …) → path of a notebook made of these cells."""
+    """write_notebook(path, "parameters source", "cell", "cell", …) → path of a notebook made of
+    these cells."""
+
     def write(path: Path, parameters: str, *cells: str) -> Path:
         notebook = nbformat.v4.new_notebook()
         notebook.metadata = {
@@ -53,7 +64,9 @@ def write_notebook():
         }
         notebook.cells = [nbformat.v4.new_markdown_cell(f"# {path.stem}")]
         if parameters:
-            notebook.cells.append(nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]}))
+            notebook.cells.append(
+                nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]})
+            )
         notebook.cells += [nbformat.v4.new_code_cell(cell) for cell in cells]
         path.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(notebook, path)
@@ -74,10 +87,11 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory, tokenizer):
-    """random_model(family, num_latent=4, **projector options) → (latent model, tokenizer), small, random, float32.
+    """random_model(family, num_latent=4, **projector options) → (latent model, tokenizer), small,
+    random, float32.
 
-    The weights are scaled up from their usual initialisation, so that hidden states, and with them z and greedy choices,
-    differ from token to token.
+    The weights are scaled up from their usual initialisation, so that hidden states, and with them
+    z and greedy choices, differ from token to token.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -92,13 +106,20 @@ def random_model(tmp_path_factory, tokenizer):
                 "qwen2": (Qwen2Config, Qwen2ForCausalLM),
                 "qwen3": (Qwen3Config, Qwen3ForCausalLM),
             }[family]
-            sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+            sizes = dict(
+                hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+            )
             torch.manual_seed(1)
             base = model_class(
                 config_class(
-                    vocab_size=len(tokenizer) + 16, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True,
-                    max_position_embeddings=2048, eos_token_id=tokenizer.eos_token_id,
-                    pad_token_id=tokenizer.pad_token_id, **sizes,
+                    vocab_size=len(tokenizer) + 16,
+                    num_key_value_heads=2,
+                    head_dim=32,
+                    tie_word_embeddings=True,
+                    max_position_embeddings=2048,
+                    eos_token_id=tokenizer.eos_token_id,
+                    pad_token_id=tokenizer.pad_token_id,
+                    **sizes,
                 )
             )
             for parameter in base.parameters():

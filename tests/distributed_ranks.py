@@ -1,7 +1,8 @@
-"""What tests/test_distributed.py starts with torchrun: torchrun --nproc-per-node 2 tests/distributed_ranks.py FOLDER
+"""What tests/test_distributed.py starts with torchrun: torchrun --nproc-per-node 2
+tests/distributed_ranks.py FOLDER
 
-FOLDER/model is a latent checkpoint. Rank r writes FOLDER/rank-r.json: for every case what it computed under FSDP, against
-the same model in one process on the rows of all ranks together.
+FOLDER/model is a latent checkpoint. Rank r writes FOLDER/rank-r.json: for every case what it
+computed under FSDP, against the same model in one process on the rows of all ranks together.
 """
 
 import copy
@@ -29,7 +30,11 @@ ROWS = [  # of each rank: length, starts of blocks
     [(30, ()), (12, ())],
 ]
 
-TRAINING = {"epochs": 1.0, "batch_size": 2, "learning_rate": 1e-3}  # two steps of two processes over training_examples
+TRAINING = {
+    "epochs": 1.0,
+    "batch_size": 2,
+    "learning_rate": 1e-3,
+}  # two steps of two processes over training_examples
 
 
 def example(model, length: int, starts: tuple[int, ...], seed: int) -> Example:
@@ -57,7 +62,10 @@ def prepared(model, trainable: str, checkpointing: bool):
 
 
 def compare(model, rank: int, trainable: str, checkpointing: bool, latent_gradient: str) -> dict:
-    rows = [[example(model, *row, seed=10 * r + i) for i, row in enumerate(part)] for r, part in enumerate(ROWS)]
+    rows = [
+        [example(model, *row, seed=10 * r + i) for i, row in enumerate(part)]
+        for r, part in enumerate(ROWS)
+    ]
     tokens = sum(label != -100 for part in rows for row in part for label in row.labels)
     options = {"latent_gradient": latent_gradient, "num_items_in_batch": tokens}
 
@@ -97,12 +105,19 @@ def half(model, rank: int) -> dict:
     many = shard(prepared(model, "full", False), "cpu", torch.bfloat16)
     seen = {}
     layer, projector = many.model.layers[0], many.model.projector
-    layer.register_forward_pre_hook(lambda *_: seen.update(layer=str(layer.mlp.up_proj.weight.dtype)))
-    projector.register_forward_pre_hook(lambda *_: seen.update(projector=str(projector.up.weight.dtype)))
+    layer.register_forward_pre_hook(
+        lambda *_: seen.update(layer=str(layer.mlp.up_proj.weight.dtype))
+    )
+    projector.register_forward_pre_hook(
+        lambda *_: seen.update(projector=str(projector.up.weight.dtype))
+    )
     rows = [example(model, *row, seed=i) for i, row in enumerate(ROWS[rank])]
     loss = many(**collate(rows, PAD)).loss
     loss.backward()
-    return seen | {"gradients": sorted({str(p.grad.dtype) for p in many.parameters()}), "finite": bool(loss.isfinite())}
+    return seen | {
+        "gradients": sorted({str(p.grad.dtype) for p in many.parameters()}),
+        "finite": bool(loss.isfinite()),
+    }
 
 
 def training_examples(model) -> list[Example]:

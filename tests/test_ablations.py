@@ -1,4 +1,5 @@
-"""The ablations' table: rows by what really differs, paired by question, averaged over seeds; the notebook on run folders."""
+"""The ablations' table: rows by what really differs, paired by question, averaged over seeds; the
+notebook on run folders."""
 
 import json
 from pathlib import Path
@@ -7,9 +8,19 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from alar import ablations, params, runs, statistics, tables
-from alar.ablations import Variant, by_type, compare, each_run, files_of, read_variant, readable
-from alar.params.notebooks import code, declared_parameters
+from alar.evaluate import ablations, statistics, tables
+from alar.evaluate.ablations import (
+    Variant,
+    by_type,
+    compare,
+    each_run,
+    files_of,
+    read_variant,
+    readable,
+)
+from alar.study import params
+from alar.study.params.notebooks import code, declared_parameters
+from alar.study.stage import RunError, read_inputs
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "notebooks/17_ablations.ipynb"
@@ -23,17 +34,49 @@ def variant(name, accuracy, *, seed=0, systems=("stage1", "alar"), n=40, **param
     for system in ("base", *systems):
         for i in range(n):
             kind = ("single", "arithmetic")[i % 2]
-            modes = ["latent" if system == "stage1" or (system == "alar" and rng.random() < 0.5) else "think" for _ in range(2)]
+            modes = [
+                (
+                    "latent"
+                    if system == "stage1" or (system == "alar" and rng.random() < 0.5)
+                    else "think"
+                )
+                for _ in range(2)
+            ]
             right = bool(rng.random() < (0.95 if system == "base" else accuracy))
             latent = modes.count("latent")
-            questions.append((system, f"q{i}", kind, right, int(rng.integers(40, 90)), 5, 2, latent, 2 - latent, True))
+            questions.append(
+                (
+                    system,
+                    f"q{i}",
+                    kind,
+                    right,
+                    int(rng.integers(40, 90)),
+                    5,
+                    2,
+                    latent,
+                    2 - latent,
+                    True,
+                )
+            )
             for number, mode in enumerate(modes, start=1):
                 p = 0.2 + 0.6 * (number == 1) if system == "alar" else np.nan
-                turns.append((system, f"q{i}", kind, number, kind == "arithmetic" and number == 2, mode, 20, p))
+                turns.append(
+                    (
+                        system,
+                        f"q{i}",
+                        kind,
+                        number,
+                        kind == "arithmetic" and number == 2,
+                        mode,
+                        20,
+                        p,
+                    )
+                )
     return Variant(
         name,
         seed,
-        {"model.num_latent": 4, "rl.alpha": 0.15} | {key.replace("__", "."): value for key, value in parameters.items()},
+        {"model.num_latent": 4, "rl.alpha": 0.15}
+        | {key.replace("__", "."): value for key, value in parameters.items()},
         pd.DataFrame(questions, columns=list(tables.QUESTIONS.columns)),
         pd.DataFrame(turns, columns=list(tables.TURNS.columns)),
     )
@@ -50,8 +93,12 @@ def answers(found: Variant, system: str, column: str) -> np.ndarray:
 def test_every_run_stands_against_its_own_base():
     other = variant("other-seed", 0.6, seed=1)
     table = each_run([REFERENCE, other], **OPTIONS)
-    assert list(table.index) == [(s, *v) for s in ("stage1", "alar") for v in (("reference", 0), ("other-seed", 1))]
-    difference = statistics.paired_bootstrap(answers(other, "alar", "correct"), answers(other, "base", "correct"), **OPTIONS)
+    assert list(table.index) == [
+        (s, *v) for s in ("stage1", "alar") for v in (("reference", 0), ("other-seed", 1))
+    ]
+    difference = statistics.paired_bootstrap(
+        answers(other, "alar", "correct"), answers(other, "base", "correct"), **OPTIONS
+    )
     shown = table.loc[("alar", "other-seed", 1), "accuracy − base, points"]
     assert shown.startswith(f"{100 * difference[0]:+.1f} [")
     assert table.loc[("stage1", "reference", 0), "latent share %"].startswith("100.0")
@@ -61,7 +108,9 @@ def test_one_seed_equals_the_paired_statistics():
     k0 = variant("k0", 0.4, systems=("stage1",), model__num_latent=0)
     table = compare([REFERENCE, k0], **OPTIONS).set_index(["system", "setting"])
     assert list(table.index) == [
-        ("stage1", "as the reference"), ("stage1", "model.num_latent 0"), ("alar", "as the reference"),
+        ("stage1", "as the reference"),
+        ("stage1", "model.num_latent 0"),
+        ("alar", "as the reference"),
     ]
     row = table.loc[("stage1", "model.num_latent 0")]
     ours, theirs = answers(k0, "stage1", "correct"), answers(REFERENCE, "stage1", "correct")
@@ -70,11 +119,19 @@ def test_one_seed_equals_the_paired_statistics():
         "accuracy_difference": statistics.paired_bootstrap(ours, theirs, **OPTIONS),
         "tokens": statistics.bootstrap_mean(answers(k0, "stage1", "generated_tokens"), **OPTIONS),
         "token_reduction": statistics.token_reduction(
-            answers(k0, "base", "generated_tokens"), answers(k0, "stage1", "generated_tokens"), **OPTIONS
+            answers(k0, "base", "generated_tokens"),
+            answers(k0, "stage1", "generated_tokens"),
+            **OPTIONS,
         ),
     }.items():
-        assert tuple(row[[name, f"{name}_low", f"{name}_high"]]) == pytest.approx(tuple(expected)), name
-    assert row["difference_lowest"] == row["difference_highest"] == pytest.approx(ours.mean() - theirs.mean())
+        assert tuple(row[[name, f"{name}_low", f"{name}_high"]]) == pytest.approx(
+            tuple(expected)
+        ), name
+    assert (
+        row["difference_lowest"]
+        == row["difference_highest"]
+        == pytest.approx(ours.mean() - theirs.mean())
+    )
     assert row["seeds"] == 1 and row["latent_share"] == 1
     reference = table.loc[("stage1", "as the reference")]
     assert reference["accuracy_difference"] == reference["accuracy_difference_low"] == 0
@@ -84,21 +141,36 @@ def test_seeds_of_one_setting_are_averaged_question_by_question_and_paired_with_
     references = [REFERENCE, variant("reference-1", 0.9, seed=1)]
     alphas = [variant("a", 0.6, rl__alpha=0.3), variant("a-1", 0.8, seed=1, rl__alpha=0.3)]
     table = compare([*references, *alphas], systems=["alar"], **OPTIONS)
-    assert list(table["setting"]) == ["as the reference", "rl.alpha 0.3"] and list(table["seeds"]) == [2, 2]
+    assert list(table["setting"]) == ["as the reference", "rl.alpha 0.3"] and list(
+        table["seeds"]
+    ) == [2, 2]
     row = table.iloc[1]
-    ours, theirs = (np.array([answers(v, "alar", "correct") for v in found]) for found in (alphas, references))
+    ours, theirs = (
+        np.array([answers(v, "alar", "correct") for v in found]) for found in (alphas, references)
+    )
     expected = statistics.paired_bootstrap(ours.mean(0), theirs.mean(0), **OPTIONS)
-    assert (row["accuracy_difference"], row["accuracy_difference_low"], row["accuracy_difference_high"]) == pytest.approx(expected)
+    assert (
+        row["accuracy_difference"],
+        row["accuracy_difference_low"],
+        row["accuracy_difference_high"],
+    ) == pytest.approx(expected)
     each = sorted(ours.mean(1) - theirs.mean(1))
     assert [row["difference_lowest"], row["difference_highest"]] == pytest.approx(each)
-    information = [statistics.adaptivity(v.turns[v.turns["system"] == "alar"], resamples=1)["mutual_information"] for v in alphas]
+    information = [
+        statistics.adaptivity(v.turns[v.turns["system"] == "alar"], resamples=1)[
+            "mutual_information"
+        ]
+        for v in alphas
+    ]
     assert row["mutual_information"] == pytest.approx(np.mean(information))
     assert list(readable(table)["over seeds"])[1].count("…") == 1
 
 
 def test_a_row_of_one_seed_is_compared_with_the_reference_of_that_seed_alone():
     references = [REFERENCE, variant("reference-1", 0.2, seed=1)]
-    row = compare([*references, variant("a", 0.9, rl__alpha=0.3)], systems=["alar"], **OPTIONS).iloc[1]
+    row = compare(
+        [*references, variant("a", 0.9, rl__alpha=0.3)], systems=["alar"], **OPTIONS
+    ).iloc[1]
     difference = row["accuracy"] - answers(REFERENCE, "alar", "correct").mean()
     assert row["accuracy_difference"] == pytest.approx(difference)
 
@@ -106,17 +178,27 @@ def test_a_row_of_one_seed_is_compared_with_the_reference_of_that_seed_alone():
 def test_question_types_are_means_over_seeds():
     found = by_type([REFERENCE, variant("reference-1", 0.5, seed=1)])
     pooled = pd.concat([REFERENCE.questions, variant("reference-1", 0.5, seed=1).questions])
-    mine = pooled[(pooled["system"] == "alar") & (pooled["question_type"] == "arithmetic")]["correct"].mean()
+    mine = pooled[(pooled["system"] == "alar") & (pooled["question_type"] == "arithmetic")][
+        "correct"
+    ].mean()
     assert found.loc[("alar", "as the reference"), "arithmetic"] == pytest.approx(mine)
-    assert list(found.columns) == ["single", "arithmetic"] and list(found.index.get_level_values(0)) == ["stage1", "alar"]
+    assert list(found.columns) == ["single", "arithmetic"] and list(
+        found.index.get_level_values(0)
+    ) == ["stage1", "alar"]
 
 
 @pytest.mark.parametrize(
     "others, message",
     [
         ([variant("again", 0.5)], "reference and again are the same setting .* same seed 0"),
-        ([variant("a-1", 0.5, seed=1, rl__alpha=0.3)], "a-1: the reference was not evaluated as 'stage1' with seed 1"),
-        ([variant("short", 0.5, n=12, rl__alpha=0.3)], "short and the reference answered different questions"),
+        (
+            [variant("a-1", 0.5, seed=1, rl__alpha=0.3)],
+            "a-1: the reference was not evaluated as 'stage1' with seed 1",
+        ),
+        (
+            [variant("short", 0.5, n=12, rl__alpha=0.3)],
+            "short and the reference answered different questions",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused(others, message):
@@ -130,13 +212,21 @@ def test_nothing_to_compare_says_what_to_run():
 
 
 def test_the_file_changes_one_choice_a_variant_and_compares_them_all():
-    variants = {name: found["search"] for name, found in params.load_variants(ROOT / "params/ablations.yaml", root=ROOT).items()}
+    variants = {
+        name: found["search"]
+        for name, found in params.load_variants(ROOT / "params/ablations.yaml", root=ROOT).items()
+    }
     gathered = variants.pop("table").ablations
     assert set(gathered.compared) == set(variants) and gathered.reference in variants
 
     def as_variant(name):
         experiment = variants[name]
-        named = {f"{s}.{k}": v for s, keys in experiment.model_dump().items() if s not in ablations._ASIDE for k, v in keys.items()}
+        named = {
+            f"{s}.{k}": v
+            for s, keys in experiment.model_dump().items()
+            if s not in ablations._ASIDE
+            for k, v in keys.items()
+        }
         return Variant(name, experiment.run.seed, named, pd.DataFrame(), pd.DataFrame())
 
     reference = as_variant(gathered.reference)
@@ -155,11 +245,16 @@ def experiment(tmp_path):
         (home / "06_benchmark_eval").mkdir(parents=True)
         found.questions.to_parquet(home / "06_benchmark_eval/questions.parquet")
         found.turns.to_parquet(home / "06_benchmark_eval/turns.parquet")
-        sections: dict = {"run": {"name": "ablations", "seed": found.seed}, "eval": {"systems": [folder]}}
+        sections: dict = {
+            "run": {"name": "ablations", "seed": found.seed},
+            "eval": {"systems": [folder]},
+        }
         for name, value in found.parameters.items():
             section, key = name.split(".")
             sections.setdefault(section, {})[key] = value
-        (home / "provenance.json").write_text(json.dumps({"parameters": sections, "seeds": {"run": found.seed}}))
+        (home / "provenance.json").write_text(
+            json.dumps({"parameters": sections, "seeds": {"run": found.seed}})
+        )
         return home
 
     write(REFERENCE, "reference")
@@ -169,7 +264,11 @@ def experiment(tmp_path):
 
 def run_notebook(run_dir, **changes):
     """Its code cells, in this process."""
-    scope = declared_parameters(NOTEBOOK) | {"run_dir": str(run_dir), "eval_bootstrap": 100, **changes}
+    scope = declared_parameters(NOTEBOOK) | {
+        "run_dir": str(run_dir),
+        "eval_bootstrap": 100,
+        **changes,
+    }
     for cell in code(NOTEBOOK):
         exec(cell, scope)
     return scope
@@ -180,9 +279,13 @@ def test_the_notebook_gathers_what_is_there_and_names_what_is_not(experiment, ca
     scope = run_notebook(home, compared=["reference", "k0", "k8"])
     assert "2 variants; not run: k8" in capsys.readouterr().out
     written = tables.read(home / "17_ablations/ablations.csv", tables.ABLATIONS)
-    assert list(written["setting"]) == ["as the reference", "model.num_latent 0", "as the reference"]
+    assert list(written["setting"]) == [
+        "as the reference",
+        "model.num_latent 0",
+        "as the reference",
+    ]
     assert (home / "17_ablations/ablations_figure.png").exists() and "k8" in scope["missing"]
-    noted = runs.read_inputs(home / "17_ablations")  # so that the stage runs again once k8 is there
+    noted = read_inputs(home / "17_ablations")  # so that the stage runs again once k8 is there
     assert "../../k8/search/06_benchmark_eval/questions.parquet" in noted
 
 
@@ -194,7 +297,7 @@ def test_the_notebook_gathers_the_variants_of_its_own_domain(experiment):
 
 
 def test_the_notebook_without_its_reference_says_what_to_run(tmp_path):
-    with pytest.raises(runs.RunError, match="--variant reference --variant table"):
+    with pytest.raises(RunError, match="--variant reference --variant table"):
         run_notebook(tmp_path / "ablations/table/search")
 
 

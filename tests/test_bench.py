@@ -6,17 +6,18 @@ import pandas as pd
 import pytest
 import torch
 
-from alar import bench, figures, params, tables
-from alar.bench.cases import BENCH_WORLD
-from alar.bench.memory import peak_memory
+from alar import figures
+from alar.domains.search.environment import SearchEnvironment
+from alar.domains.search.questions import solved_questions, validation_questions
+from alar.evaluate import tables
 from alar.model import load_base
 from alar.rollout import loop
 from alar.rollout.engine import Sampling, TurnRequest
 from alar.rollout.hf import HFEngine
-from alar.runs import stages
-from alar.runs.runner import Request, plan
-from alar.search.environment import SearchEnvironment
-from alar.search.questions import solved_questions, validation_questions
+from alar.study import bench, cache, params
+from alar.study.bench.cases import BENCH_WORLD
+from alar.study.bench.memory import peak_memory
+from alar.study.runner import Request, plan
 
 CPU = torch.device("cpu")
 SIZES = dict(batch_size=3, length=40, blocks=2)
@@ -64,9 +65,14 @@ def test_the_per_sample_baseline_is_the_same_under_checkpointing(pair, batch):
 
 def test_the_baseline_makes_the_calls_of_its_description(pair, batch, monkeypatch):
     calls, forward = [], type(pair.latent.model).forward
-    monkeypatch.setattr(type(pair.latent.model), "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
+    monkeypatch.setattr(
+        type(pair.latent.model), "forward", lambda *a, **k: calls.append(1) or forward(*a, **k)
+    )
     bench.per_sample_loss(pair.latent, **batch.inputs)
-    assert len(calls) == SIZES["batch_size"] * SIZES["blocks"] * (1 + pair.latent.config.num_latent) + 1
+    assert (
+        len(calls)
+        == SIZES["batch_size"] * SIZES["blocks"] * (1 + pair.latent.config.num_latent) + 1
+    )
 
 
 def test_the_twin_is_the_latent_model_without_its_projector(pair):
@@ -82,7 +88,9 @@ def test_random_batches_have_whole_blocks_with_text_around_them(pair, padded):
         ids, mask, labels = batch.inputs.values()
         for row, real in zip(ids.tolist(), mask.sum(1).tolist(), strict=True):
             text = "".join("z" if token == config.latent_token_id else "." for token in row[:real])
-            assert [len(run) for run in text.replace(".", " ").split()] == [3, 3, 3] and text[0] == text[-1] == "."
+            assert [len(run) for run in text.replace(".", " ").split()] == [3, 3, 3] and text[
+                0
+            ] == text[-1] == "."
         assert batch.padded_over_real == pytest.approx(ids.numel() / int(mask.sum()))
         assert (batch.padded_over_real > 1) == padded
         assert not ((labels != -100) & ((mask == 0) | (ids == config.latent_token_id))).any()
@@ -94,11 +102,16 @@ def test_laptop_batches_are_the_trainers_examples():
     assert laptop.latent(**inputs).loss.isfinite()
     turns = sum(len(solved.steps) for solved in solved_questions(BENCH_WORLD, 4, 0))
     assert (inputs["input_ids"] == laptop.latent.config.latent_token_id).sum() == 4 * turns
-    assert (inputs["labels"] != -100).sum() < inputs["attention_mask"].sum() / 2, "prompts and passages carry no loss"
+    assert (inputs["labels"] != -100).sum() < inputs["attention_mask"].sum() / 2, (
+        "prompts and passages carry no loss"
+    )
 
 
 def first_difference(one, other):
-    return next((i for i, pair in enumerate(zip(one, other)) if pair[0] != pair[1]), min(len(one), len(other)))
+    return next(
+        (i for i, pair in enumerate(zip(one, other)) if pair[0] != pair[1]),
+        min(len(one), len(other)),
+    )
 
 
 @pytest.mark.parametrize("batch_size", [5, 1])
@@ -109,12 +122,17 @@ def test_generate_turn_by_turn_writes_what_the_engine_writes(batch_size):
     sampling, equal = Sampling(max_new_tokens=96, stop=environment.stop), 0
     engines = HFEngine(model, tokenizer), bench.GenerateEngine(model, tokenizer)
     options = {"modes": "off", "max_turns": 3, "batch_size": batch_size}
-    for ours, theirs in zip(*(loop.run(questions, engine, environment, sampling, **options) for engine in engines), strict=True):
+    for ours, theirs in zip(
+        *(loop.run(questions, engine, environment, sampling, **options) for engine in engines),
+        strict=True,
+    ):
         if ours.ids == theirs.ids:
             equal += 1
             assert ours.turns == theirs.turns and ours.prediction == theirs.prediction
             continue
-        where = first_difference(ours.ids, theirs.ids)  # rounding may decide a choice without a margin, nothing else
+        where = first_difference(
+            ours.ids, theirs.ids
+        )  # rounding may decide a choice without a margin, nothing else
         with torch.no_grad():
             top = model(torch.tensor([ours.ids[:where]])).logits[0, -1].topk(2).values
         assert top[0] - top[1] < 1e-4, (ours.question.text, where)
@@ -135,10 +153,18 @@ def scripted():
     """A case of contestants that only note their turn, and the notes."""
     order = []
     contestants = tuple(
-        bench.Contestant(name, lambda name=name, tokens=tokens: order.append((name, torch.get_num_threads())) or tokens)
+        bench.Contestant(
+            name,
+            lambda name=name, tokens=tokens: (
+                order.append((name, torch.get_num_threads())) or tokens
+            ),
+        )
         for name, tokens in {"a": 10, "b": 20, "c": 30}.items()
     )
-    return bench.Case("part", "case", contestants, (bench.Comparison("a", "b", at_most=1.3),), 1.25), order
+    return (
+        bench.Case("part", "case", contestants, (bench.Comparison("a", "b", at_most=1.3),), 1.25),
+        order,
+    )
 
 
 def test_contestants_run_in_turn_after_one_untimed_run_each(scripted):
@@ -152,7 +178,9 @@ def test_contestants_run_in_turn_after_one_untimed_run_each(scripted):
         torch.set_num_threads(before)
     assert "".join(name for name, _ in order) == "abc" + "abc" * 3
     assert {threads for _, threads in order} == {1}
-    assert results.rounds[["contestant", "round"]].values.tolist() == [[n, r] for r in (1, 2, 3) for n in "abc"]
+    assert results.rounds[["contestant", "round"]].values.tolist() == [
+        [n, r] for r in (1, 2, 3) for n in "abc"
+    ]
 
 
 def test_the_tables_hold_medians_ranges_and_ratios_per_round(scripted, tmp_path, monkeypatch):
@@ -166,18 +194,26 @@ def test_the_tables_hold_medians_ranges_and_ratios_per_round(scripted, tmp_path,
         clock["starts"] = not clock["starts"]
         return clock["now"]
 
-    monkeypatch.setattr("alar.bench.measure.time.perf_counter", tick)
+    monkeypatch.setattr("alar.study.bench.measure.time.perf_counter", tick)
     results = bench.run([case], rounds=3)
     a = results.summary.set_index("contestant").loc["a"]
     assert (a["wall_s"], a["wall_s_low"], a["wall_s_high"]) == (2.0, 1.0, 9.0)
-    assert a["tokens_per_s"] == pytest.approx(5.0) and a["padded_over_real"] == 1.25 and a["rounds"] == 3
+    assert (
+        a["tokens_per_s"] == pytest.approx(5.0)
+        and a["padded_over_real"] == 1.25
+        and a["rounds"] == 3
+    )
     wall = results.ratios.set_index("clock").loc["wall"]  # per token: b has twice as many
     assert (wall["ratio"], wall["ratio_low"], wall["ratio_high"]) == pytest.approx((0.8, 0.5, 3.0))
     assert wall["at_most"] == 1.3 and math.isnan(wall["at_least"])
     results.save(tmp_path)
     read = tables.read(tmp_path / "ratios.csv", tables.BENCH_RATIOS)
     pd.testing.assert_frame_equal(read, results.ratios)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ratios.csv", "rounds.csv", "summary.csv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "ratios.csv",
+        "rounds.csv",
+        "summary.csv",
+    ]
 
 
 def test_every_kind_of_case_runs(pair, batch):
@@ -187,7 +223,9 @@ def test_every_kind_of_case_runs(pair, batch):
     assert set(results.summary["tokens"]) == {batch.real_tokens}
     peaks = results.summary.set_index(["part", "contestant"])["peak_mib"]
     assert (peaks > 0).all()
-    assert peaks["training step", "per sample"] > peaks["training step", "plain SFT"], "it keeps the text twice"
+    assert peaks["training step", "per sample"] > peaks["training step", "plain SFT"], (
+        "it keeps the text twice"
+    )
     assert all(parameter.grad is None for parameter in pair.latent.parameters())
     unclaimed = bench.training_cases(pair, [batch], claims=False)[0].comparisons
     assert all(comparison.at_most is comparison.at_least is None for comparison in unclaimed)
@@ -205,23 +243,40 @@ def test_peak_memory_counts_what_is_alive_together():
         hidden.sum().backward()
 
     unit = 512 * 256 * 4 / 2**20
-    assert 4 * unit < peak_memory(chain, CPU) < 8.5 * unit, "four saved activations and a few in flight"
-    assert peak_memory(lambda: [torch.ones(2**18) + 1 for _ in range(5)][0], CPU) == pytest.approx(6)
-    assert peak_memory(lambda: sum(float((torch.ones(2**18) + 1)[0]) for _ in range(5)), CPU) == pytest.approx(2, abs=0.01)
+    assert 4 * unit < peak_memory(chain, CPU) < 8.5 * unit, (
+        "four saved activations and a few in flight"
+    )
+    assert peak_memory(lambda: [torch.ones(2**18) + 1 for _ in range(5)][0], CPU) == pytest.approx(
+        6
+    )
+    assert peak_memory(
+        lambda: sum(float((torch.ones(2**18) + 1)[0]) for _ in range(5)), CPU
+    ) == pytest.approx(2, abs=0.01)
     assert peak_memory(lambda: x.view(-1).add_(0), CPU) == 0, "what is there before is not counted"
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: bench.model_pair(200), "hidden_size is 200"),
-    (lambda: bench.model_pair(128, 1, 0), "num_latent is 0"),
-    (lambda: bench.run([], rounds=1), "no case"),
-    (lambda: bench.run([None], rounds=0), "rounds is 0"),
-    (lambda: bench.run([None], threads=-1), "threads is -1"),
-    (lambda: bench.resolve_device("tpu"), "device 'tpu': expected"),
-    (lambda: bench.Case("p", "c", ()), "at least one"),
-    (lambda: bench.Case("p", "c", (bench.Contestant("a", int),), (bench.Comparison("a", "b"),)), "no contestant 'b'"),
-    (lambda: bench.rollout_case(None, None, SearchEnvironment(), [1, 2], single_questions=3), "expected 1 to 2"),
-])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: bench.model_pair(200), "hidden_size is 200"),
+        (lambda: bench.model_pair(128, 1, 0), "num_latent is 0"),
+        (lambda: bench.run([], rounds=1), "no case"),
+        (lambda: bench.run([None], rounds=0), "rounds is 0"),
+        (lambda: bench.run([None], threads=-1), "threads is -1"),
+        (lambda: bench.resolve_device("tpu"), "device 'tpu': expected"),
+        (lambda: bench.Case("p", "c", ()), "at least one"),
+        (
+            lambda: bench.Case(
+                "p", "c", (bench.Contestant("a", int),), (bench.Comparison("a", "b"),)
+            ),
+            "no contestant 'b'",
+        ),
+        (
+            lambda: bench.rollout_case(None, None, SearchEnvironment(), [1, 2], single_questions=3),
+            "expected 1 to 2",
+        ),
+    ],
+)
 def test_bad_requests_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
@@ -229,7 +284,11 @@ def test_bad_requests_are_refused(call, message):
 
 def test_the_study_leaves_the_benchmarks_out_until_they_are_asked_for(repository):
     def chosen(file="laptop", **request):
-        jobs = plan(Request(repository / "params" / f"{file}.yaml", **request), repository, repository / "notebooks")
+        jobs = plan(
+            Request(repository / "params" / f"{file}.yaml", **request),
+            repository,
+            repository / "notebooks",
+        )
         return [[notebook.name[:2] for notebook in job.notebooks] for job in jobs]
 
     assert not {"09", "10"} & {*chosen()[0], *chosen(start="05")[0]}
@@ -241,7 +300,9 @@ def test_the_study_leaves_the_benchmarks_out_until_they_are_asked_for(repository
 def test_the_threads_of_a_timing_belong_to_its_result(repository):
     def parts(stem, *overrides):
         experiment = params.load(repository / "params" / "laptop.yaml", overrides)
-        return stages.fingerprint(experiment, repository / "notebooks" / f"{stem}.ipynb", "search", repository / "alar")
+        return cache.fingerprint(
+            experiment, repository / "notebooks" / f"{stem}.ipynb", "search", repository / "alar"
+        )
 
     assert parts("09_benchmarks", "bench.threads=2") != parts("09_benchmarks")
     assert parts("09_benchmarks", "run.threads=2") == parts("09_benchmarks")

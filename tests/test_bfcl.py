@@ -1,4 +1,5 @@
-"""The official BFCL checker through this project: known oracle scores, and verdicts that nothing on the way changes."""
+"""The official BFCL checker through this project: known oracle scores, and verdicts that nothing on
+the way changes."""
 
 import copy
 import importlib
@@ -11,11 +12,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from alar.tool import bfcl
+from alar.domains.tool import bfcl
 
 ORACLE = {
-    "simple_python": (400, 400), "multiple": (200, 200), "parallel": (200, 200), "parallel_multiple": (198, 200),
-    "live_simple": (256, 258), "live_multiple": (1050, 1053), "live_parallel": (16, 16), "live_parallel_multiple": (24, 24),
+    "simple_python": (400, 400),
+    "multiple": (200, 200),
+    "parallel": (200, 200),
+    "parallel_multiple": (198, 200),
+    "live_simple": (256, 258),
+    "live_multiple": (1050, 1053),
+    "live_parallel": (16, 16),
+    "live_parallel_multiple": (24, 24),
 }
 
 
@@ -26,12 +33,15 @@ def questions():
 
 @pytest.fixture(scope="module")
 def official():
-    """The package's own module, imported the ordinary way under a stand-in that belongs to this test."""
+    """The package's own module, imported the ordinary way under a stand-in that belongs to this
+    test."""
     registry = "bfcl_eval.constants.model_config"
     before = set(sys.modules) | {registry}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, registry, ModuleType(registry))
-        sys.modules[registry].MODEL_CONFIG_MAPPING = {"reference": SimpleNamespace(underscore_to_dot=False)}
+        sys.modules[registry].MODEL_CONFIG_MAPPING = {
+            "reference": SimpleNamespace(underscore_to_dot=False)
+        }
         module = importlib.import_module("bfcl_eval.eval_checker.ast_eval.ast_checker")
         yield module
         for name in set(sys.modules) - before:
@@ -43,37 +53,65 @@ def official():
 def test_the_oracle_scores_what_it_is_known_to_score(questions, category):
     correct, total = ORACLE[category]
     verdicts = [
-        bfcl.check_calls(bfcl.reference_calls(q.ground_truth), q, q.ground_truth, category) for q in questions[category]
+        bfcl.check_calls(bfcl.reference_calls(q.ground_truth), q, q.ground_truth, category)
+        for q in questions[category]
     ]
     assert (sum(v.correct for v in verdicts), len(verdicts)) == (correct, total)
     assert all(v.correct != bool(v.reason) for v in verdicts)
 
 
-@pytest.mark.parametrize("category, count", [("irrelevance", 240), ("live_irrelevance", 884), ("live_relevance", 16),
-                                             ("simple_java", 100), ("simple_javascript", 50)])
+@pytest.mark.parametrize(
+    "category, count",
+    [
+        ("irrelevance", 240),
+        ("live_irrelevance", 884),
+        ("live_relevance", 16),
+        ("simple_java", 100),
+        ("simple_javascript", 50),
+    ],
+)
 def test_the_other_single_turn_categories(category, count):
     loaded = bfcl.load_category(category)
     assert len(loaded) == count == len({q.id for q in loaded})
     question, call = loaded[0], [{"name": "f", "arguments": {}}]
-    verdicts = [bfcl.check_calls(calls, question, question.ground_truth, category).correct for calls in ([], call)]
-    expected = {"irrelevance": [True, False], "live_irrelevance": [True, False], "live_relevance": [False, True]}
+    verdicts = [
+        bfcl.check_calls(calls, question, question.ground_truth, category).correct
+        for calls in ([], call)
+    ]
+    expected = {
+        "irrelevance": [True, False],
+        "live_irrelevance": [True, False],
+        "live_relevance": [False, True],
+    }
     assert verdicts == expected.get(category, [False, False])
 
 
 def test_java_questions_take_source_text():
     question = bfcl.load_category("simple_java")[0]
-    right = {"name": "GeometryPresentation.createPresentation", "arguments": {"controller": "mapController", "parent": "mapArea"}}
+    right = {
+        "name": "GeometryPresentation.createPresentation",
+        "arguments": {"controller": "mapController", "parent": "mapArea"},
+    }
     assert bfcl.check_calls([right], question, question.ground_truth, "simple_java").correct
     right["arguments"]["parent"] = 3
-    assert "type_error:java" in bfcl.check_calls([right], question, question.ground_truth, "simple_java").reason
+    assert (
+        "type_error:java"
+        in bfcl.check_calls([right], question, question.ground_truth, "simple_java").reason
+    )
 
 
-# -- mutations: each takes calls, question and a random generator, changes the calls in place or returns others ----------
+# -- mutations: each takes calls, question and a random generator, changes the calls in place or
+# returns others ----------
 
 
 def _arguments(calls, kind=object):
     """Places (arguments, key) whose value is of exactly this type, or any."""
-    return [(c["arguments"], k) for c in calls for k, v in c["arguments"].items() if kind is object or type(v) is kind]
+    return [
+        (c["arguments"], k)
+        for c in calls
+        for k, v in c["arguments"].items()
+        if kind is object or type(v) is kind
+    ]
 
 
 def _change(kind, new):
@@ -90,7 +128,12 @@ def _change(kind, new):
 def _drop(required):
     def mutate(calls, question, rng):
         wanted = {f["name"]: set(f["parameters"].get("required", ())) for f in question.functions}
-        places = [(c["arguments"], k) for c in calls for k in c["arguments"] if (k in wanted.get(c["name"], ())) == required]
+        places = [
+            (c["arguments"], k)
+            for c in calls
+            for k in c["arguments"]
+            if (k in wanted.get(c["name"], ())) == required
+        ]
         if places:
             arguments, key = rng.choice(places)
             del arguments[key]
@@ -106,7 +149,9 @@ def _extra(calls, question, rng):
 
 def _add_optional(calls, question, rng):
     call = rng.choice(calls)
-    known = next((f["parameters"]["properties"] for f in question.functions if f["name"] == call["name"]), {})
+    known = next(
+        (f["parameters"]["properties"] for f in question.functions if f["name"] == call["name"]), {}
+    )
     missing = sorted(set(known) - set(call["arguments"]))
     if missing:
         call["arguments"][rng.choice(missing)] = rng.choice(["x", 1, True, [], {}])
@@ -114,7 +159,9 @@ def _add_optional(calls, question, rng):
 
 
 def _rename(calls, question, rng):
-    rng.choice(calls)["name"] = rng.choice([*(f["name"] for f in question.functions), "no_such_function"])
+    rng.choice(calls)["name"] = rng.choice(
+        [*(f["name"] for f in question.functions), "no_such_function"]
+    )
     return calls
 
 
@@ -169,25 +216,48 @@ def test_verdicts_on_mutated_predictions_are_the_official_ones(questions, offici
             reference = json.dumps(bfcl.reference_calls(question.ground_truth))
             truth = list(question.ground_truth)
             for kind, mutate in MUTATIONS.items():
-                calls = mutate(json.loads(reference), question, random.Random(f"{question.id} {kind}"))
+                calls = mutate(
+                    json.loads(reference), question, random.Random(f"{question.id} {kind}")
+                )
                 ours = bfcl.check_calls(calls, question, question.ground_truth, category).correct
                 try:
                     expected = official.ast_checker(
-                        list(question.functions), [{c["name"]: c["arguments"]} for c in calls],
-                        truth, official.Language.PYTHON, category, "reference",
+                        list(question.functions),
+                        [{c["name"]: c["arguments"]} for c in calls],
+                        truth,
+                        official.Language.PYTHON,
+                        category,
+                        "reference",
                     )["valid"]
                 except (AttributeError, IndexError, KeyError, TypeError):
                     expected = False  # the official run would end here: a wrong answer
                 assert ours == expected, f"{question.id}, {kind}: {calls}"
                 verdicts[kind].add(ours)
-    assert all(False in seen for seen in verdicts.values()), "every kind of mutation makes some prediction wrong"
+    assert all(False in seen for seen in verdicts.values()), (
+        "every kind of mutation makes some prediction wrong"
+    )
     for kind in ("float to int", "upper case", "punctuation", "swapped calls", "dropped optional"):
         assert True in verdicts[kind], f"{kind} is forgiven at least once"
 
 
-@pytest.mark.parametrize("calls", [None, 1, "text", [1], [None], [[]], [{}], [{"name": 3, "arguments": {}}], {"name": "f"},
-                                   [{"name": "f"}], [{"name": "f", "arguments": None}], [{"name": "f", "arguments": "{}"}],
-                                   [{"name": "f", "arguments": [1]}]])
+@pytest.mark.parametrize(
+    "calls",
+    [
+        None,
+        1,
+        "text",
+        [1],
+        [None],
+        [[]],
+        [{}],
+        [{"name": 3, "arguments": {}}],
+        {"name": "f"},
+        [{"name": "f"}],
+        [{"name": "f", "arguments": None}],
+        [{"name": "f", "arguments": "{}"}],
+        [{"name": "f", "arguments": [1]}],
+    ],
+)
 @pytest.mark.parametrize("category", ["simple_python", "parallel", "irrelevance", "live_relevance"])
 def test_malformed_calls_are_wrong_with_a_reason(questions, calls, category):
     question = questions["simple_python"][0]
@@ -217,10 +287,16 @@ def test_unknown_categories_and_a_missing_package_say_what_to_do(monkeypatch):
 
 
 def test_accuracy_is_given_per_category_and_as_their_unweighted_mean():
-    results = pd.DataFrame({"category": ["a"] * 80 + ["b"] * 20, "correct": [True] * 60 + [False] * 20 + [True] * 20})
+    results = pd.DataFrame(
+        {"category": ["a"] * 80 + ["b"] * 20, "correct": [True] * 60 + [False] * 20 + [True] * 20}
+    )
     table = bfcl.accuracy_table(results).set_index("category")
     assert list(table.index) == ["a", "b", "macro"] and "overall" not in table.to_string()
-    assert table.loc["a", "accuracy"] == 0.75 and table.loc["b", "accuracy"] == 1.0 and table.loc["macro", "accuracy"] == 0.875
+    assert (
+        table.loc["a", "accuracy"] == 0.75
+        and table.loc["b", "accuracy"] == 1.0
+        and table.loc["macro", "accuracy"] == 0.875
+    )
     spread = np.sqrt(0.75 * 0.25 / 80) / 2  # b does not vary
     assert table.loc["macro", "accuracy_high"] - 0.875 == pytest.approx(1.96 * spread, rel=0.2)
     with pytest.raises(ValueError, match="no results"):

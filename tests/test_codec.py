@@ -35,7 +35,9 @@ def test_text_from_outside_cannot_inject_special_tokens(codec):
 
 def test_splitting_at_special_tokens_changes_nothing_for_ordinary_questions(codec):
     question = "Which currency is used in Côte d’Ivoire?"
-    assert codec.prompt(question) == codec.tokenizer.encode(protocol.prompt_text(question), add_special_tokens=False)
+    assert codec.prompt(question) == codec.tokenizer.encode(
+        protocol.prompt_text(question), add_special_tokens=False
+    )
 
 
 @pytest.mark.parametrize("text", ["Peru 1991 – “x”", "日本語 • ü\n\n\t", "a" * 300])
@@ -48,7 +50,9 @@ def test_a_tokenizer_whose_pieces_are_no_bytes_is_refused():
     """As Phi-3's and Llama-2's are: `▁Peru`, `<0x0A>`."""
     pieces = {"<unk>": 0, "▁Peru": 1, "<0x0A>": 2}
     backend = Tokenizer(models.BPE(vocab=pieces, merges=[], unk_token="<unk>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", name_or_path="phi")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", name_or_path="phi"
+    )
     with pytest.raises(ValueError, match="phi: the piece '▁Peru' holds '▁', which is no byte"):
         Codec(tokenizer).text([1])
 

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from alar import runs, statistics, tables
-from alar.baselines import comparison
-from alar.baselines.comparison import Comparison, Method, opened, readable, study_methods
-from alar.jsonl import write_json
+from alar.domains.search.environment import SearchEnvironment
+from alar.domains.search.questions import test_questions as split_questions
+from alar.evaluate import statistics, tables
+from alar.files import write_json
+from alar.methods import comparison
+from alar.methods.comparison import Comparison, Method, opened, readable, study_methods
 from alar.model import save
-from alar.search.environment import SearchEnvironment
-from alar.search.questions import test_questions as split_questions
+from alar.study.stage import open_stage
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +20,8 @@ def checkpoint(random_model, tmp_path_factory):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """The labels that were really rolled out; answers are made right or wrong by a rule, since random models know none."""
+    """The labels that were really rolled out; answers are made right or wrong by a rule, since
+    random models know none."""
     labels, original = [], comparison.evaluate
 
     def evaluate(engine, environment, questions, **settings):
@@ -44,30 +46,56 @@ def compare(folder, n=8, environment=ENVIRONMENT, **changes):
 def test_a_row_holds_what_the_statistics_say_of_its_answers(checkpoint, measured, tmp_path):
     here = compare(tmp_path)
     here.measure(Method("base", checkpoint))
-    here.measure(Method("short", checkpoint, "latent", {"ratio": 0.5}, training_seconds=3.0, training_tokens=70.0))
+    here.measure(
+        Method(
+            "short",
+            checkpoint,
+            "latent",
+            {"ratio": 0.5},
+            training_seconds=3.0,
+            training_tokens=70.0,
+        )
+    )
     table = here.table(resamples=300)
-    assert list(table["method"]) == ["base", "short"] and list(table["settings"]) == ["", "ratio 0.5"]
+    assert list(table["method"]) == ["base", "short"] and list(table["settings"]) == [
+        "",
+        "ratio 0.5",
+    ]
     base, row = table.iloc[0], table.iloc[1]
-    answers = {name: part.sort_values("question_id") for name, part in here.answers().groupby("system")}
+    answers = {
+        name: part.sort_values("question_id") for name, part in here.answers().groupby("system")
+    }
     a, b = answers["short, ratio 0.5"], answers["base"]
     options = {"resamples": 300, "seed": 0}
     for name, expected in {
         "accuracy": statistics.bootstrap_mean(a["correct"], **options),
         "accuracy_difference": statistics.paired_bootstrap(a["correct"], b["correct"], **options),
         "tokens": statistics.bootstrap_mean(a["generated_tokens"], **options),
-        "token_reduction": statistics.token_reduction(b["generated_tokens"], a["generated_tokens"], **options),
+        "token_reduction": statistics.token_reduction(
+            b["generated_tokens"], a["generated_tokens"], **options
+        ),
     }.items():
-        assert tuple(row[[name, f"{name}_low", f"{name}_high"]]) == pytest.approx(tuple(expected)), name
+        assert tuple(row[[name, f"{name}_low", f"{name}_high"]]) == pytest.approx(
+            tuple(expected)
+        ), name
     gained = (a["correct"].mean() - b["correct"].mean()) / b["correct"].mean()
     assert gained < 0
-    assert row["aes"] == pytest.approx(1 - a["generated_tokens"].mean() / b["generated_tokens"].mean() + 5 * gained)
+    assert row["aes"] == pytest.approx(
+        1 - a["generated_tokens"].mean() / b["generated_tokens"].mean() + 5 * gained
+    )
     assert row["aes_low"] <= row["aes"] <= row["aes_high"]
     assert (base["accuracy_difference"], base["token_reduction"], base["aes"]) == (0, 0, 0)
-    assert (row["training_seconds"], row["training_tokens"], row["scale"]) == (3.0, 70.0, "measured")
+    assert (row["training_seconds"], row["training_tokens"], row["scale"]) == (
+        3.0,
+        70.0,
+        "measured",
+    )
     assert readable(table).loc[("short", "ratio 0.5"), "n"] == 8
 
 
-def test_a_method_is_measured_again_only_when_an_answer_could_differ(checkpoint, random_model, measured, tmp_path, monkeypatch):
+def test_a_method_is_measured_again_only_when_an_answer_could_differ(
+    checkpoint, random_model, measured, tmp_path, monkeypatch
+):
     one = Method("base", checkpoint)
     compare(tmp_path).measure(one)
     path = compare(tmp_path).measure(Method("base", checkpoint, training_seconds=9.0))
@@ -88,7 +116,9 @@ def test_a_method_is_measured_again_only_when_an_answer_could_differ(checkpoint,
     assert len(measured) == 6
     now.measure(Method("base", tmp_path / "other"))
     assert len(measured) == 6
-    monkeypatch.setattr(comparison.stages, "closure", lambda *_: {"alar.evaluate": "edited"})
+    monkeypatch.setattr(
+        comparison.stages, "closure", lambda *_: {"alar.evaluate.systems": "edited"}
+    )
     compare(tmp_path, **fewer).measure(Method("base", tmp_path / "other"))
     assert len(measured) == 7
 
@@ -116,7 +146,12 @@ def test_settings_are_put_in_the_order_of_their_numbers(checkpoint, measured, tm
     for ratio in (1.0, 0.3, 0.5):
         here.measure(Method("TokenSkip", checkpoint, settings={"ratio": ratio}))
     here.measure(Method("base", checkpoint))
-    assert list(here.table(resamples=100)["settings"]) == ["", "ratio 0.3", "ratio 0.5", "ratio 1.0"]
+    assert list(here.table(resamples=100)["settings"]) == [
+        "",
+        "ratio 0.3",
+        "ratio 0.5",
+        "ratio 1.0",
+    ]
     assert np.isfinite(here.table(resamples=100)["tokens_high"]).all()
 
 
@@ -128,11 +163,13 @@ def test_a_missing_checkpoint_is_named(tmp_path):
 def test_a_notebook_is_set_beside_the_study_only_where_base_and_questions_are_the_studys(tmp_path):
     for folder in ("01_latent_model/base", "03_aasd/checkpoint"):
         (tmp_path / folder).mkdir(parents=True)
-    stage = runs.stage("12_tokenskip", tmp_path)
+    stage = open_stage("12_tokenskip", tmp_path)
     limits = dict(max_new_tokens=8, max_turns=1, batch_size=2)
 
     def found(base, **options):
-        comparison, peers = opened(stage, base, ENVIRONMENT, split_questions(2), **options, **limits)
+        comparison, peers = opened(
+            stage, base, ENVIRONMENT, split_questions(2), **options, **limits
+        )
         return comparison.folder.parent, comparison.domain, [method.name for method in peers]
 
     own = stage.input("01_latent_model", "base")
@@ -144,12 +181,14 @@ def test_a_notebook_is_set_beside_the_study_only_where_base_and_questions_are_th
 def test_the_studys_own_methods_come_with_the_seconds_that_their_notebooks_took(tmp_path):
     for folder in ("01_latent_model/base", "03_aasd/checkpoint"):
         (tmp_path / folder).mkdir(parents=True)
-    stage = runs.stage("11_length_rewards", tmp_path)
+    stage = open_stage("11_length_rewards", tmp_path)
     base, first = study_methods(stage)
     assert (base.name, base.mode, base.training_seconds) == ("base", "off", 0.0)
     assert (first.name, first.mode) == ("stage 1", "latent") and np.isnan(first.training_seconds)
     (tmp_path / "05_ar_grpo" / "checkpoint").mkdir(parents=True)
-    for seconds, stem in enumerate(("02_teacher_traces", "03_aasd", "04_mode_warmup", "05_ar_grpo"), start=1):
+    for seconds, stem in enumerate(
+        ("02_teacher_traces", "03_aasd", "04_mode_warmup", "05_ar_grpo"), start=1
+    ):
         write_json(tmp_path / stem / "stage.json", {"seconds": 10**seconds})
     found = {method.name: method for method in study_methods(stage)}
     assert found["stage 1"].training_seconds == 110 and found["ALAR"].training_seconds == 11110

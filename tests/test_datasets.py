@@ -6,19 +6,26 @@ import re
 import pandas as pd
 import pytest
 
+from alar.domains.search.datasets import DatasetError, load_questions, published_sizes, summary
 from alar.records import Question
-from alar.search.datasets import DatasetError, load_questions, published_sizes, summary
 
 
 def write_jsonl(path, records):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records),
+        encoding="utf-8",
+    )
     return path
 
 
 def rows(split, count):
     return [
-        {"id": f"{split}_{i}", "question": f"who won {split} {i} ", "golden_answers": [f"Winner {i}", f"W. {i}"]}
+        {
+            "id": f"{split}_{i}",
+            "question": f"who won {split} {i} ",
+            "golden_answers": [f"Winner {i}", f"W. {i}"],
+        }
         for i in range(count)
     ]
 
@@ -62,7 +69,10 @@ def hub_with_card(hub, tmp_path, monkeypatch):
 def test_published_sets_load_from_the_split_that_is_evaluated(hub, name):
     split = "test" if "test" in SPLITS[name] else "dev"
     assert load_questions(name, hub=hub) == [
-        Question(f"{name}/{split}_{i}", f"who won {split} {i}", (f"Winner {i}", f"W. {i}"), type=name) for i in range(3)
+        Question(
+            f"{name}/{split}_{i}", f"who won {split} {i}", (f"Winner {i}", f"W. {i}"), type=name
+        )
+        for i in range(3)
     ]
 
 
@@ -78,7 +88,9 @@ def test_the_datasets_library_gives_the_same_questions(hub_with_card, name):
 
 
 def test_a_split_can_be_chosen(hub_with_card):
-    assert [question.id for question in load_questions("nq", hub=hub_with_card, split="train")][-1] == "nq/train_3"
+    assert [question.id for question in load_questions("nq", hub=hub_with_card, split="train")][
+        -1
+    ] == "nq/train_3"
     with pytest.raises(DatasetError, match=r"\(nq\): no split validation; it has train, dev, test"):
         load_questions("nq", hub=hub_with_card, split="validation")
 
@@ -87,7 +99,10 @@ def test_a_broken_row_of_the_library_is_named(hub_with_card):
     records = rows("test", 5)
     records[3]["golden_answers"] = []
     write_jsonl(hub_with_card / "nq" / "test.jsonl", records)
-    with pytest.raises(DatasetError, match=r"FlashRAG_datasets \(nq, test\), row 4: golden_answers: there is no answer"):
+    with pytest.raises(
+        DatasetError,
+        match=r"FlashRAG_datasets \(nq, test\), row 4: golden_answers: there is no answer",
+    ):
         load_questions("nq", hub=hub_with_card)
 
 
@@ -98,7 +113,10 @@ def test_an_unreachable_hub_is_an_error_with_a_remedy(monkeypatch):
         raise ConnectionError("Couldn't reach the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(DatasetError, match=r"RUC-NLPIR/FlashRAG_datasets \(nq\): .*Couldn't reach(.|\n)*folder as `hub`"):
+    with pytest.raises(
+        DatasetError,
+        match=r"RUC-NLPIR/FlashRAG_datasets \(nq\): .*Couldn't reach(.|\n)*folder as `hub`",
+    ):
         load_questions("nq")
 
 
@@ -119,8 +137,12 @@ def test_search_r1s_training_set_keeps_questions_of_both_sources_apart(tmp_path)
     )
     frame.to_parquet(tmp_path / "train.parquet")
     questions = load_questions("nq_hotpotqa_train", hub=tmp_path)
-    assert [question.id for question in questions] == [f"{s}/train_{i}" for s in ("nq", "hotpotqa") for i in range(3)]
-    assert questions[4] == Question("hotpotqa/train_1", "question 1 of hotpotqa?", ("answer 1",), type="hotpotqa")
+    assert [question.id for question in questions] == [
+        f"{s}/train_{i}" for s in ("nq", "hotpotqa") for i in range(3)
+    ]
+    assert questions[4] == Question(
+        "hotpotqa/train_1", "question 1 of hotpotqa?", ("answer 1",), type="hotpotqa"
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,12 +174,27 @@ def test_own_files_may_give_one_answer_as_text_an_id_and_a_type(tmp_path):
         ('["q", "a"]', r"mine\.jsonl:3: not a JSON object but list"),
         ('{"answers": ["a"]}', r"mine\.jsonl:3: question: expected a text, got None"),
         ('{"question": " ", "answers": ["a"]}', r"mine\.jsonl:3: question: expected a text"),
-        ('{"question": "q"}', r"mine\.jsonl:3: no answers: expected one of the fields golden_answers, answers, answer"),
+        (
+            '{"question": "q"}',
+            (
+                r"mine\.jsonl:3: no answers: expected one of the fields golden_answers, answers,"
+                r" answer"
+            ),
+        ),
         ('{"question": "q", "answers": []}', r"mine\.jsonl:3: answers: there is no answer"),
         ('{"question": "q", "answer": "  "}', r"mine\.jsonl:3: answer: there is no answer"),
-        ('{"question": "q", "answers": ["a", 3]}', r"mine\.jsonl:3: answers: expected a text or a list of texts"),
-        ('{"question": "q", "answer": {"value": "a"}}', r"mine\.jsonl:3: answer: expected a text or a list"),
-        ('{"id": "x", "question": "q", "answer": "a"}', r"mine\.jsonl:3: id: 'mine/x' was used before, at .*mine\.jsonl:1"),
+        (
+            '{"question": "q", "answers": ["a", 3]}',
+            r"mine\.jsonl:3: answers: expected a text or a list of texts",
+        ),
+        (
+            '{"question": "q", "answer": {"value": "a"}}',
+            r"mine\.jsonl:3: answer: expected a text or a list",
+        ),
+        (
+            '{"id": "x", "question": "q", "answer": "a"}',
+            r"mine\.jsonl:3: id: 'mine/x' was used before, at .*mine\.jsonl:1",
+        ),
     ],
 )
 def test_a_broken_row_is_named_with_file_line_and_field(tmp_path, record, message):
@@ -194,11 +231,15 @@ def test_unusable_sources_are_refused(tmp_path, monkeypatch, source, message):
 
 
 def test_a_folder_without_the_set_says_what_it_looked_for(tmp_path):
-    with pytest.raises(DatasetError, match=re.escape("nq: no test.jsonl or dev.jsonl or train.jsonl here")):
+    with pytest.raises(
+        DatasetError, match=re.escape("nq: no test.jsonl or dev.jsonl or train.jsonl here")
+    ):
         load_questions("nq", hub=tmp_path)
 
 
-def test_a_limit_takes_the_same_questions_whatever_their_order_and_smaller_samples_are_nested(tmp_path):
+def test_a_limit_takes_the_same_questions_whatever_their_order_and_smaller_samples_are_nested(
+    tmp_path,
+):
     records = [{"id": str(i), "question": f"q{i}", "answer": "a"} for i in range(200)]
     path = write_jsonl(tmp_path / "mine.jsonl", records)
     twenty, fifty = load_questions(path, limit=20), load_questions(path, limit=50)

@@ -1,4 +1,5 @@
-"""FSDP over two gloo processes on the CPU equals one process, whatever blocks the rows of each rank have.
+"""FSDP over two gloo processes on the CPU equals one process, whatever blocks the rows of each rank
+have.
 
 One torchrun computes all cases (tests/distributed_ranks.py); a deadlock runs into its time limit.
 """
@@ -14,16 +15,17 @@ import pytest
 import torch
 import yaml
 
-from alar import params, runs
+from alar.domains.search.questions import solved_questions
+from alar.domains.tool import questions as tool_questions
+from alar.domains.tool.protocol import TOOL
 from alar.model import load, save
 from alar.model.packing import pack, sequence_ids, with_filler
 from alar.records import write_trajectories
 from alar.rollout.codec import Codec
-from alar.search.questions import solved_questions
-from alar.tool import questions as tool_questions
-from alar.tool.protocol import TOOL
-from alar.train import __main__ as train_command
-from alar.train.__main__ import parameters_of_study
+from alar.study import params
+from alar.study import train_stage as train_command
+from alar.study.stage import repository
+from alar.study.train_stage import parameters_of_study
 from alar.train.examples import Example, SimilarBatches, aasd_examples, collate
 from alar.train.supervised import SupervisedConfig, train
 from tests.distributed_ranks import CASES, PAD, ROWS, TRAINING, example, training_examples
@@ -31,11 +33,29 @@ from tests.test_examples import expert_trajectory
 
 
 def torchrun(*arguments, limit: int):
-    """Two processes; their output is shown where they fail, and they are ended after `limit` seconds."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(runs.repository())}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *map(str, arguments)]
+    """Two processes; their output is shown where they fail, and they are ended after `limit`
+    seconds."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(repository()),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *map(str, arguments),
+    ]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=runs.repository()
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        cwd=repository(),
     ) as process:
         try:
             output, _ = process.communicate(timeout=limit)
@@ -72,17 +92,24 @@ def test_all_ranks_make_the_same_calls_in_the_same_order(ranks, case):
 def test_the_schedules_of_these_rows_differ_and_a_filler_row_makes_them_equal(random_model):
     model, _ = random_model()
     blocks = (model.config.latent_token_id, model.config.num_latent)
-    tables = [collate([example(model, *row, seed=0) for row in part], PAD)["input_ids"] for part in ROWS]
+    tables = [
+        collate([example(model, *row, seed=0) for row in part], PAD)["input_ids"] for part in ROWS
+    ]
     schedules = [pack(table, sequence_ids(table), *blocks) for table in tables]
     assert [len(schedule.calls) for schedule in schedules] == [16, 1]
     for calls in (1, 5, 6, 15, 16):  # ended by a text, and by a block at the end of all rows
         filled = pack(*with_filler(tables[1], sequence_ids(tables[1]), *blocks, calls), *blocks)
-        assert [call.step for call in filled.calls] == [call.step for call in schedules[0].calls[:calls]]
+        assert [call.step for call in filled.calls] == [
+            call.step for call in schedules[0].calls[:calls]
+        ]
 
 
 def test_the_projector_stays_float32_where_the_trunk_computes_in_bfloat16(ranks):
     for found in ranks[0]:
-        assert found["half"]["layer"] == "torch.bfloat16" and found["half"]["projector"] == "torch.float32"
+        assert (
+            found["half"]["layer"] == "torch.bfloat16"
+            and found["half"]["projector"] == "torch.float32"
+        )
         assert found["half"]["gradients"] == ["torch.float32"] and found["half"]["finite"]
 
 
@@ -91,7 +118,9 @@ def test_training_equals_one_process_with_batches_twice_as_large(ranks, trainabl
     found, folder = ranks
     model, _ = load(folder / "model")
     log = []
-    config = SupervisedConfig(**TRAINING | {"batch_size": 2 * TRAINING["batch_size"]}, trainable=trainable)
+    config = SupervisedConfig(
+        **TRAINING | {"batch_size": 2 * TRAINING["batch_size"]}, trainable=trainable
+    )
     start = copy.deepcopy(model)
     model = train(model, training_examples(model), PAD, config, log=log.append)
     assert found[1][f"train {trainable}"] == [] and len(log) == 2
@@ -102,27 +131,47 @@ def test_training_equals_one_process_with_batches_twice_as_large(ranks, trainabl
     assert one.keys() == many.keys()
     moved = [name for name in one if not torch.equal(before[name], one[name])]
     assert "model.projector.up.weight" in moved
-    for name in one:  # Adam turns rounding into steps where a gradient is zero but for it, as that of the keys' bias
+    for name in (
+        one
+        # Adam turns rounding into steps where a gradient is zero but for it, as that of the keys'
+        # bias
+    ):
         if "bias" not in name:
-            assert (one[name] - many[name]).norm() <= 1e-2 * max((one[name] - before[name]).norm(), 1e-6), name
+            assert (one[name] - many[name]).norm() <= 1e-2 * max(
+                (one[name] - before[name]).norm(), 1e-6
+            ), name
 
 
 def test_processes_share_every_batch_and_make_the_same_number_of_steps():
     examples = [Example([0] * (10 + n % 50), [1], n % 4) for n in range(333)]
     whole = list(SimilarBatches(examples, 16, seed=0))
-    shares = [list(SimilarBatches(examples, 4, seed=0, rank=rank, processes=4)) for rank in range(4)]
+    shares = [
+        list(SimilarBatches(examples, 4, seed=0, rank=rank, processes=4)) for rank in range(4)
+    ]
     assert {len(share) for share in shares} == {len(whole)}
     for batch, *parts in zip(whole, *shares, strict=True):
-        assert Counter(batch) == Counter(sum(parts, [])) and max(map(len, parts)) - min(map(len, parts)) <= 1
-    few = [list(SimilarBatches(examples[:2], 1, seed=0, rank=rank, processes=3)) for rank in range(3)]
+        assert (
+            Counter(batch) == Counter(sum(parts, []))
+            and max(map(len, parts)) - min(map(len, parts)) <= 1
+        )
+    few = [
+        list(SimilarBatches(examples[:2], 1, seed=0, rank=rank, processes=3)) for rank in range(3)
+    ]
     assert all(len(batch) == 1 for share in few for batch in share)
 
 
 def test_a_parameter_file_of_run_all_gives_the_command_what_it_gives_the_notebook(repository):
-    file, notebook = repository / "params" / "paper-search-3b.yaml", repository / "notebooks" / "03_aasd.ipynb"
+    file, notebook = (
+        repository / "params" / "paper-search-3b.yaml",
+        repository / "notebooks" / "03_aasd.ipynb",
+    )
     values = parameters_of_study("03_aasd", str(file))
     assert values == params.flatten(params.load(file), notebook)
-    assert (values["run_dir"], values["learning_rate"], values["trainable"]) == ("runs/paper-search-3b/search", 1e-4, "lora")
+    assert (values["run_dir"], values["learning_rate"], values["trainable"]) == (
+        "runs/paper-search-3b/search",
+        1e-4,
+        "lora",
+    )
 
 
 def test_the_command_trains_on_the_turns_of_its_domain(random_model, tmp_path, monkeypatch):
@@ -137,9 +186,13 @@ def test_the_command_trains_on_the_turns_of_its_domain(random_model, tmp_path, m
     file = tmp_path / "03_aasd.params.yaml"
     file.write_text(yaml.safe_dump({"run_dir": str(run_dir), "domain": "tool"}))
     seen = []
-    monkeypatch.setattr(train_command, "train", lambda model, examples, *_, **__: seen.extend(examples) or model)
+    monkeypatch.setattr(
+        train_command, "train", lambda model, examples, *_, **__: seen.extend(examples) or model
+    )
     assert train_command.main(["03_aasd", "-f", str(file)]) == 0
-    assert [example.ids for example in seen] == [example.ids for example in aasd_examples(traces, codec)]
+    assert [example.ids for example in seen] == [
+        example.ids for example in aasd_examples(traces, codec)
+    ]
     assert "<call>" not in "".join(codec.text(example.ids) for example in seen)
 
 
@@ -149,11 +202,17 @@ def test_the_command_trains_a_stage_from_the_notebooks_parameters(random_model, 
     solved = solved_questions("counterfactual-3", 8, 0)
     codec = Codec.of(*load(run_dir / "01_latent_model" / "latent"))
     (run_dir / "02_teacher_traces").mkdir()
-    write_trajectories(run_dir / "02_teacher_traces" / "traces.jsonl", [expert_trajectory(codec, item) for item in solved])
+    write_trajectories(
+        run_dir / "02_teacher_traces" / "traces.jsonl",
+        [expert_trajectory(codec, item) for item in solved],
+    )
     file = tmp_path / "03_aasd.params.yaml"
     file.write_text(yaml.safe_dump({"run_dir": str(run_dir), "epochs": 1.0, "batch_size": 2}))
-    torchrun("-m", "alar.train", "03_aasd", "-f", file, limit=240)
+    torchrun("-m", "alar.study.train_stage", "03_aasd", "-f", file, limit=240)
     trained, _ = load(run_dir / "03_aasd" / "checkpoint")
     start, _ = load(run_dir / "01_latent_model" / "latent")
     assert not torch.equal(trained.model.projector.up.weight, start.model.projector.up.weight)
-    assert [json.loads(line)["step"] for line in (run_dir / "03_aasd" / "loss.jsonl").read_text().splitlines()] == [1, 2]
+    assert [
+        json.loads(line)["step"]
+        for line in (run_dir / "03_aasd" / "loss.jsonl").read_text().splitlines()
+    ] == [1, 2]

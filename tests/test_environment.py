@@ -34,13 +34,19 @@ def project() -> dict:
 def test_conda_users_get_the_same_pins():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     listed = next(entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict))
-    core = [line for line in (ROOT / "requirements" / "core.txt").read_text().splitlines() if line and not line.startswith("#")]
+    core = [
+        line
+        for line in (ROOT / "requirements" / "core.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     assert listed == [*core, "-e ."], "run: python requirements/sync.py"
     assert "python=3.11" in environment["dependencies"]
 
 
 def test_environment_yml_is_what_sync_writes():
-    specification = importlib.util.spec_from_file_location("sync", ROOT / "requirements" / "sync.py")
+    specification = importlib.util.spec_from_file_location(
+        "sync", ROOT / "requirements" / "sync.py"
+    )
     sync = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(sync)
     assert (ROOT / "environment.yml").read_text() == sync.environment()
@@ -49,19 +55,25 @@ def test_environment_yml_is_what_sync_writes():
 @pytest.mark.parametrize("name", FILES)
 def test_every_requirement_is_pinned_to_a_public_version(name):
     for package, version in pins(name).items():
-        assert re.fullmatch(r"[0-9][0-9A-Za-z.]*", version), f"requirements/{name}: {package}=={version}"
+        assert re.fullmatch(r"[0-9][0-9A-Za-z.]*", version), (
+            f"requirements/{name}: {package}=={version}"
+        )
 
 
 def test_the_sets_do_not_contradict_each_other():
     core = pins("core.txt")
     for name in FILES[1:]:
         for package, version in pins(name).items():
-            assert core.get(package, version) == version, f"requirements/{name}: {package}=={version}, core has {core[package]}"
+            assert core.get(package, version) == version, (
+                f"requirements/{name}: {package}=={version}, core has {core[package]}"
+            )
 
 
 def test_every_dependency_and_test_package_is_pinned():
     core = pins("core.txt")
-    wanted = project()["project"]["dependencies"] + project()["project"]["optional-dependencies"]["test"]
+    wanted = (
+        project()["project"]["dependencies"] + project()["project"]["optional-dependencies"]["test"]
+    )
     for requirement in wanted:
         name = re.match(r"[A-Za-z0-9._-]+", requirement).group().lower()
         assert re.sub(r"[-_.]+", "-", name) in core, f"{name} is not in requirements/core.txt"
@@ -73,7 +85,10 @@ def test_the_pins_are_a_tested_line():
     run_all = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(run_all)
     core = pins("core.txt")
-    assert any(all(core[package].startswith(prefix) for package, prefix in line.items()) for line in run_all.TESTED_LINES.values())
+    assert any(
+        all(core[package].startswith(prefix) for package, prefix in line.items())
+        for line in run_all.TESTED_LINES.values()
+    )
 
 
 def test_every_imported_package_is_a_named_dependency():
@@ -81,8 +96,13 @@ def test_every_imported_package_is_a_named_dependency():
     import ast
     from importlib.metadata import packages_distributions
 
-    named = {re.sub(r"[-_.]+", "-", re.match(r"[A-Za-z0-9._-]+", d).group().lower()) for d in project()["project"]["dependencies"]}
-    named |= pins("engines.txt").keys() | pins("engines-nodeps.txt").keys()  # for the modules that wrap an engine
+    named = {
+        re.sub(r"[-_.]+", "-", re.match(r"[A-Za-z0-9._-]+", d).group().lower())
+        for d in project()["project"]["dependencies"]
+    }
+    named |= (
+        pins("engines.txt").keys() | pins("engines-nodeps.txt").keys()
+    )  # for the modules that wrap an engine
     distributions = packages_distributions()
     for path in (ROOT / "alar").rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
@@ -94,9 +114,13 @@ def test_every_imported_package_is_a_named_dependency():
             for root in roots:
                 if root in sys.stdlib_module_names or root == "alar":
                     continue
-                owners = distributions.get(root, [root, f"{root}-cpu", root.replace("_", "")])  # engines may be missing here
+                owners = distributions.get(
+                    root, [root, f"{root}-cpu", root.replace("_", "")]
+                )  # engines may be missing here
                 owners = {re.sub(r"[-_.]+", "-", owner.lower()) for owner in owners}
-                assert owners & named, f"{path.relative_to(ROOT)} imports {root}, which pyproject.toml does not name"
+                assert owners & named, (
+                    f"{path.relative_to(ROOT)} imports {root}, which pyproject.toml does not name"
+                )
 
 
 def test_the_python_versions_agree():
@@ -107,8 +131,13 @@ def test_alar_imports_from_any_directory(tmp_path):
     if not (Path(sys.prefix) / ".alar-core").exists():
         pytest.skip("this interpreter was not set up by run_all.py, which installs alar into it")
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-c", "import alar; print(alar.__file__)"], cwd=tmp_path, env=environment,
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import alar; print(alar.__file__)"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert Path(done.stdout.strip()).parent.parent == ROOT, done.stderr
 
 

@@ -1,15 +1,24 @@
-"""Evaluation: tables that agree with the trajectories, controls that do what they say, an oracle that is an oracle."""
+"""Evaluation: tables that agree with the trajectories, controls that do what they say, an oracle
+that is an oracle."""
 
 import numpy as np
 import pytest
 import torch
 
-from alar import evaluate
-from alar.evaluate import CONTROLS, TamperedProjector, controls, latent_bank, oracle_router, question_table, turn_table
+from alar.domains.search.environment import SearchEnvironment
+from alar.domains.search.questions import test_questions as split_questions
+from alar.evaluate import systems as evaluation
+from alar.evaluate.systems import (
+    CONTROLS,
+    TamperedProjector,
+    controls,
+    latent_bank,
+    oracle_router,
+    question_table,
+    turn_table,
+)
 from alar.records import Origin
 from alar.rollout.hf import HFEngine
-from alar.search.environment import SearchEnvironment
-from alar.search.questions import test_questions as split_questions
 
 SETTINGS = dict(max_new_tokens=20, max_turns=2, batch_size=64)
 
@@ -26,16 +35,20 @@ def questions():
 
 @pytest.fixture(scope="module")
 def intact(engine, questions):
-    return evaluate.evaluate(engine, SearchEnvironment(), questions, mode="latent", **SETTINGS)
+    return evaluation.evaluate(engine, SearchEnvironment(), questions, mode="latent", **SETTINGS)
 
 
 def test_tables_agree_with_the_trajectories(engine, intact):
     table = question_table(intact, "stage1")
     assert table.question_id.tolist() == [t.question.id for t in intact]
-    generated = [sum(o in (Origin.SAMPLED, Origin.FORCED, Origin.LATENT) for o in t.origins) for t in intact]
+    generated = [
+        sum(o in (Origin.SAMPLED, Origin.FORCED, Origin.LATENT) for o in t.origins) for t in intact
+    ]
     assert table.generated_tokens.tolist() == generated
-    turns = turn_table(intact, "stage1", evaluate.mode_scores(engine, intact))
-    assert turns.groupby("question_id").tokens.sum().to_dict() == dict(zip(table.question_id, generated))
+    turns = turn_table(intact, "stage1", evaluation.mode_scores(engine, intact))
+    assert turns.groupby("question_id").tokens.sum().to_dict() == dict(
+        zip(table.question_id, generated)
+    )
     assert turns.p_latent.between(0, 1).all() and len(turns) == table.turns.sum()
 
 
@@ -63,8 +76,10 @@ def test_controls_cover_every_question_and_leave_the_model_as_it_was(engine, que
     projector = engine.model.model.projector
     table = controls(engine, SearchEnvironment(), questions, intact, **SETTINGS)
     assert engine.model.model.projector is projector
-    assert table.groupby("system").size().to_dict() == dict.fromkeys(("intact", *CONTROLS), len(questions))
-    again = evaluate.evaluate(engine, SearchEnvironment(), questions, mode="latent", **SETTINGS)
+    assert table.groupby("system").size().to_dict() == dict.fromkeys(
+        ("intact", *CONTROLS), len(questions)
+    )
+    again = evaluation.evaluate(engine, SearchEnvironment(), questions, mode="latent", **SETTINGS)
     assert [t.ids for t in again] == [t.ids for t in intact]
 
 
@@ -72,23 +87,25 @@ def test_the_oracle_takes_the_cheapest_correct_modes(engine, questions, monkeypa
     """With EM replaced by a rule on the modes, the best assignment is known."""
     environment = SearchEnvironment()
     tried = []
-    original = evaluate.run
+    original = evaluation.run
 
     def judged(*args, **kwargs):
         trajectories = original(*args, **kwargs)
         for t in trajectories:
-            t.correct = t.turns[0].forced_mode == "latent" or (len(t.turns) > 1 and t.turns[1].forced_mode == "latent")
+            t.correct = t.turns[0].forced_mode == "latent" or (
+                len(t.turns) > 1 and t.turns[1].forced_mode == "latent"
+            )
             tried.append(t)
         return trajectories
 
-    monkeypatch.setattr(evaluate, "run", judged)
+    monkeypatch.setattr(evaluation, "run", judged)
     chosen = oracle_router(engine, environment, questions, max_routed_turns=2, **SETTINGS)
     assert len(tried) == 4 * len(questions)
     for question, t in zip(questions, chosen, strict=True):
         candidates = [c for c in tried if c.question.id == question.id and c.correct]
         assert t.question.id == question.id and t.correct
         assert t.generated_tokens == min(c.generated_tokens for c in candidates)
-    monkeypatch.setattr(evaluate, "run", lambda *a, **k: [wrong(t) for t in original(*a, **k)])
+    monkeypatch.setattr(evaluation, "run", lambda *a, **k: [wrong(t) for t in original(*a, **k)])
     fallback = oracle_router(engine, environment, questions, max_routed_turns=2, **SETTINGS)
     assert all(turn.forced_mode == "think" for t in fallback for turn in t.turns)
 
@@ -99,7 +116,9 @@ def wrong(trajectory):
 
 
 def test_controls_without_any_latent_block_are_refused(engine, questions):
-    explicit = evaluate.evaluate(engine, SearchEnvironment(), questions[:2], mode="off", **SETTINGS)
+    explicit = evaluation.evaluate(
+        engine, SearchEnvironment(), questions[:2], mode="off", **SETTINGS
+    )
     with pytest.raises(ValueError, match="no latent block"):
         latent_bank(explicit, 4)
 
@@ -108,7 +127,9 @@ def test_the_hardness_label_changes_nothing_but_the_tables(engine, questions):
     from dataclasses import replace
 
     blind = [replace(q, hard_turns=(), type="") for q in questions]
-    plain = evaluate.evaluate(engine, SearchEnvironment(), questions, mode="free", **SETTINGS)
-    hidden = evaluate.evaluate(engine, SearchEnvironment(), blind, mode="free", **SETTINGS)
+    plain = evaluation.evaluate(engine, SearchEnvironment(), questions, mode="free", **SETTINGS)
+    hidden = evaluation.evaluate(engine, SearchEnvironment(), blind, mode="free", **SETTINGS)
     assert [t.ids for t in plain] == [t.ids for t in hidden]
-    assert not np.array_equal(turn_table(plain, "a").question_type, turn_table(hidden, "a").question_type)
+    assert not np.array_equal(
+        turn_table(plain, "a").question_type, turn_table(hidden, "a").question_type
+    )

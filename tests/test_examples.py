@@ -6,10 +6,17 @@ import numpy as np
 import pytest
 import torch
 
+from alar.domains.search.questions import solved_questions
 from alar.records import Origin, Question, Trajectory, TurnRecord
 from alar.rollout.codec import Codec
-from alar.search.questions import solved_questions
-from alar.train.examples import Example, SimilarBatches, aasd_examples, collate, rewrite, warmup_examples
+from alar.train.examples import (
+    Example,
+    SimilarBatches,
+    aasd_examples,
+    collate,
+    rewrite,
+    warmup_examples,
+)
 from alar.train.supervised import SupervisedConfig, train, trainable_model
 
 OBSERVATION = "\n\n<information>Doc 1(Title: x) text</information>\n\n"
@@ -19,14 +26,20 @@ def expert_trajectory(codec, solved) -> Trajectory:
     ids = codec.prompt(solved.question.text)
     origins, turns = [int(Origin.PROMPT)] * len(ids), []
     for number, step in enumerate(solved.steps):
-        written, marks = codec.think_turn(step.thought, step.action, step.argument, first=number == 0)
-        turns.append(TurnRecord(len(ids), len(ids) + len(written), "think", step.action, step.argument, True))
+        written, marks = codec.think_turn(
+            step.thought, step.action, step.argument, first=number == 0
+        )
+        turns.append(
+            TurnRecord(len(ids), len(ids) + len(written), "think", step.action, step.argument, True)
+        )
         ids, origins = ids + written, origins + [int(mark) for mark in marks]
         if step.action == "search":
             seen = codec.observation(OBSERVATION)
             ids, origins = ids + seen, origins + [int(Origin.OBSERVATION)] * len(seen)
     nothing = np.zeros((0, 0), np.float32)
-    return Trajectory(solved.question, ids, origins, [0.0] * len(ids), nothing, turns, "x", True, "answer")
+    return Trajectory(
+        solved.question, ids, origins, [0.0] * len(ids), nothing, turns, "x", True, "answer"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +60,9 @@ def test_loss_falls_on_tags_separators_and_actions_only(codec, trajectories):
         )
         assert learned == expected
         assert all(label in (-100, token) for token, label in zip(example.ids, example.labels))
-        assert example.ids.count(codec.latent_token_id) == 4 * len(t.turns) == 4 * example.num_blocks
+        assert (
+            example.ids.count(codec.latent_token_id) == 4 * len(t.turns) == 4 * example.num_blocks
+        )
 
 
 def test_kept_thoughts_carry_loss_and_observations_never_do(codec, trajectories):
@@ -66,7 +81,9 @@ def test_the_warm_up_flips_a_coin_per_turn_and_repeats_itself(codec, trajectorie
     assert abs(latent / turns - 0.5) < 4 * 0.5 / turns**0.5
 
 
-def test_failed_or_malformed_trajectories_are_left_out_and_none_left_is_an_error(codec, trajectories):
+def test_failed_or_malformed_trajectories_are_left_out_and_none_left_is_an_error(
+    codec, trajectories
+):
     failed = Trajectory(**{**vars(trajectories[0]), "correct": False})
     assert len(aasd_examples([failed, trajectories[1]], codec)) == 1
     with pytest.raises(ValueError, match="nothing to imitate"):
@@ -99,7 +116,9 @@ def test_the_loss_is_the_mean_over_labelled_tokens(random_model, codec, trajecto
     with torch.no_grad():
         loss = model(**batch).loss
         logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
-        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+        expected = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["labels"][:, 1:].flatten()
+        )
         count = int((batch["labels"] != -100).sum())
         halved = model(**batch, num_items_in_batch=2 * count).loss
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -107,12 +126,16 @@ def test_the_loss_is_the_mean_over_labelled_tokens(random_model, codec, trajecto
 
 
 @pytest.mark.parametrize("trainable", ["lora", "full"])
-def test_training_lowers_the_loss_and_gives_back_a_plain_model(random_model, codec, trajectories, trainable):
+def test_training_lowers_the_loss_and_gives_back_a_plain_model(
+    random_model, codec, trajectories, trainable
+):
     model, tokenizer = random_model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     rows = []
     config = SupervisedConfig(learning_rate=3e-3, epochs=4, batch_size=8, trainable=trainable)
-    trained = train(model, aasd_examples(trajectories, codec), tokenizer.pad_token_id, config, log=rows.append)
+    trained = train(
+        model, aasd_examples(trajectories, codec), tokenizer.pad_token_id, config, log=rows.append
+    )
     assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
     after = dict(trained.named_parameters())
     assert after.keys() == before.keys()
@@ -127,20 +150,22 @@ def test_lora_trains_attention_and_the_projector_and_nothing_else(random_model):
     wrapped = trainable_model(model, "lora", lora_rank=4, lora_alpha=8)
     names = {name for name, p in wrapped.named_parameters() if p.requires_grad}
     assert names and all("lora_" in name or ".projector." in name for name in names)
-    assert {part for name in names for part in ("q_proj", "k_proj", "v_proj", "o_proj") if part in name} == {
-        "q_proj", "k_proj", "v_proj", "o_proj"
-    }
+    assert {
+        part for name in names for part in ("q_proj", "k_proj", "v_proj", "o_proj") if part in name
+    } == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 def test_too_long_examples_are_refused_instead_of_cut(random_model):
     model, tokenizer = random_model()
     with pytest.raises(ValueError, match="2048 positions"):
-        train(model, [Example([5] * 3000, [5] * 3000, 0)], tokenizer.pad_token_id, SupervisedConfig())
+        train(
+            model, [Example([5] * 3000, [5] * 3000, 0)], tokenizer.pad_token_id, SupervisedConfig()
+        )
 
 
 def test_question_type_does_not_reach_examples(codec, trajectories):
     t = trajectories[0]
     hidden = Question(**{**vars(t.question), "type": "", "hard_turns": ()})
-    assert rewrite(Trajectory(**{**vars(t), "question": hidden}), codec, [True] * len(t.turns)) == rewrite(
-        t, codec, [True] * len(t.turns)
-    )
+    assert rewrite(
+        Trajectory(**{**vars(t), "question": hidden}), codec, [True] * len(t.turns)
+    ) == rewrite(t, codec, [True] * len(t.turns))

@@ -1,4 +1,5 @@
-"""Figures from small made-up tables: complete, legible, repeatable, and honest about what they show."""
+"""Figures from small made-up tables: complete, legible, repeatable, and honest about what they
+show."""
 
 import filecmp
 import itertools
@@ -10,7 +11,8 @@ import pandas as pd
 import pytest
 from matplotlib.text import Text
 
-from alar import figures, statistics, tables
+from alar import figures
+from alar.evaluate import statistics, tables
 from alar.figures import published, training
 
 SYSTEMS = ("base", "stage1", "warmup", "alar", "alar-think", "alar-latent")
@@ -35,7 +37,20 @@ def evaluation(systems=SYSTEMS, n=80, seed=0) -> tuple[pd.DataFrame, pd.DataFram
         tokens = sum(turn[6] for turn in turns[-len(modes) :])
         correct = bool(rng.random() < (0.2 if lost else 0.95))
         latent = modes.count("latent")
-        questions.append((system, f"q{i}", kind, correct, tokens, 0, len(modes), latent, len(modes) - latent, True))
+        questions.append(
+            (
+                system,
+                f"q{i}",
+                kind,
+                correct,
+                tokens,
+                0,
+                len(modes),
+                latent,
+                len(modes) - latent,
+                True,
+            )
+        )
     return (
         pd.DataFrame(questions, columns=list(tables.QUESTIONS.columns)),
         pd.DataFrame(turns, columns=list(tables.TURNS.columns)),
@@ -59,17 +74,27 @@ def example() -> pd.DataFrame:
     rows = []
     for system, turn in itertools.product(("base", "alar"), (1, 2, 3)):
         mode = "latent" if system == "alar" and turn < 3 else "think"
-        block = "<latent>••••</latent>" if mode == "latent" else f"<think>{'A rather long chain. ' * 12}</think>"
-        action = "<search>the currency of Estonia</search>" if turn < 3 else "<answer>$12 & 3_4</answer>"
+        block = (
+            "<latent>••••</latent>"
+            if mode == "latent"
+            else f"<think>{'A rather long chain. ' * 12}</think>"
+        )
+        action = (
+            "<search>the currency of Estonia</search>" if turn < 3 else "<answer>$12 & 3_4</answer>"
+        )
         text = f"{block}\n\n{action}"
-        rows.append((system, "How many years after Slovakia?", turn, mode, 20 + turn, text, turn == 3))
+        rows.append(
+            (system, "How many years after Slovakia?", turn, mode, 20 + turn, text, turn == 3)
+        )
     return pd.DataFrame(rows, columns=list(tables.EXAMPLE_TURNS.columns))
 
 
 def losses() -> dict[str, pd.DataFrame]:
     steps = np.arange(1, 101)
-    return {name: pd.DataFrame({"step": steps, "loss": low + np.exp(-steps / 20)}) for name, low in
-            {"AASD": 0.2, "mode warm-up": 0.4}.items()}
+    return {
+        name: pd.DataFrame({"step": steps, "loss": low + np.exp(-steps / 20)})
+        for name, low in {"AASD": 0.2, "mode warm-up": 0.4}.items()
+    }
 
 
 def rewards() -> pd.DataFrame:
@@ -79,14 +104,32 @@ def rewards() -> pd.DataFrame:
             ("published", "repaired"), {"correct": 0.3, "wrong": -0.3}.items(), (0.0, 0.5, 1.0)
         )
     ]
-    return pd.DataFrame([*rows, ("repaired", "unclosed", 1.0, -1.0)], columns=list(tables.REWARD_SHAPES.columns))
+    return pd.DataFrame(
+        [*rows, ("repaired", "unclosed", 1.0, -1.0)], columns=list(tables.REWARD_SHAPES.columns)
+    )
 
 
 def speed_ratios() -> pd.DataFrame:
     nan = float("nan")
     rows = [
-        ("training step", "hidden 256, 6 layers, batch 8, padded", "ours", "plain SFT", 1.25, 1.3, nan),
-        ("training step", "hidden 256, 6 layers, batch 8, padded", "per sample", "ours", 1.9, nan, 1.7),
+        (
+            "training step",
+            "hidden 256, 6 layers, batch 8, padded",
+            "ours",
+            "plain SFT",
+            1.25,
+            1.3,
+            nan,
+        ),
+        (
+            "training step",
+            "hidden 256, 6 layers, batch 8, padded",
+            "per sample",
+            "ours",
+            1.9,
+            nan,
+            1.7,
+        ),
         ("log-prob pass", "laptop, batch 16, AASD", "cached z", "plain forward", 1.01, 1.05, nan),
         ("rollouts", "laptop, 64 at once", "generate, batch 1", "ours", 11.0, nan, 8.0),
     ]
@@ -112,9 +155,21 @@ def throughput() -> pd.DataFrame:
 def compared() -> pd.DataFrame:
     rows = []
     for domain, shift in (("search", 0), ("tool", 40)):
-        cases = [("base", ""), ("ALAR", ""), ("TokenSkip", "ratio 0.5"), ("TokenSkip", "ratio 1.0"), ("O1-Pruner", "λ 2")]
+        cases = [
+            ("base", ""),
+            ("ALAR", ""),
+            ("TokenSkip", "ratio 0.5"),
+            ("TokenSkip", "ratio 1.0"),
+            ("O1-Pruner", "λ 2"),
+        ]
         for place, (method, settings) in enumerate(cases):
-            row = {"domain": domain, "method": method, "settings": settings, "n": 1600, "training_seconds": 90.0 * place}
+            row = {
+                "domain": domain,
+                "method": method,
+                "settings": settings,
+                "n": 1600,
+                "training_seconds": 90.0 * place,
+            }
             for name, value, reach in (
                 ("accuracy", 0.9 - 0.02 * place, 0.015), ("accuracy_difference", -0.02 * place, 0.01),
                 ("tokens", 130 + shift - 20 * place, 4.0), ("token_reduction", 0.1 * place, 0.01), ("aes", 0.1, 0.1),
@@ -128,8 +183,18 @@ def skipped() -> pd.DataFrame:
     rows = []
     for model in ("standard", "dual"):
         for ratio in (0.5, 0.7, 1.0):
-            row = {"model": model, "scorer": "surprisal", "ratio": ratio, "n": 40, "generated_tokens": 40 + 60 * ratio}
-            for name, value in (("accuracy", 0.8), ("think_tokens", 50 * ratio), ("correct_tokens", 40.0)):
+            row = {
+                "model": model,
+                "scorer": "surprisal",
+                "ratio": ratio,
+                "n": 40,
+                "generated_tokens": 40 + 60 * ratio,
+            }
+            for name, value in (
+                ("accuracy", 0.8),
+                ("think_tokens", 50 * ratio),
+                ("correct_tokens", 40.0),
+            ):
                 row |= {name: value, f"{name}_low": value - 0.05, f"{name}_high": value + 0.05}
             rows.append(row)
     return pd.DataFrame(rows)[list(tables.RATIOS.columns)]
@@ -141,7 +206,10 @@ def ablated() -> pd.DataFrame:
         for place, setting in enumerate(("as the reference", changed)):
             row = dict.fromkeys(tables.ABLATIONS.columns, 0.1)
             row |= {"setting": setting, "system": system, "n": 400, "seeds": 1 + 2 * place}
-            for name, value, reach in (("accuracy", 0.6 - 0.2 * place, 0.03), ("tokens", 90.0 - 20 * place, 3.0)):
+            for name, value, reach in (
+                ("accuracy", 0.6 - 0.2 * place, 0.03),
+                ("tokens", 90.0 - 20 * place, 3.0),
+            ):
                 row |= {name: value, f"{name}_low": value - reach, f"{name}_high": value + reach}
             rows.append(row)
     return pd.DataFrame(rows)[list(tables.ABLATIONS.columns)]
@@ -157,7 +225,9 @@ DRAWINGS = {
     "method": lambda: figures.method(),
     "methods": lambda: figures.methods(compared()),
     "dynamics": lambda: figures.dynamics(metrics(), validation_questions=64, total_steps=60),
-    "lengths": lambda: figures.lengths({"ShorterBetter": metrics(), "O1-Pruner": metrics(20)}, validation_questions=64),
+    "lengths": lambda: figures.lengths(
+        {"ShorterBetter": metrics(), "O1-Pruner": metrics(20)}, validation_questions=64
+    ),
     "losses": lambda: figures.losses(losses()),
     "ratios": lambda: figures.ratios(skipped()),
     "reward_shapes": lambda: figures.reward_shapes(rewards()),
@@ -207,7 +277,9 @@ def test_titles_and_small_print_do_not_overlap(drawing):
 def test_every_figure_says_where_its_numbers_come_from(drawing):
     figure, _ = drawing
     small_print = figure._supxlabel.get_text()
-    assert any(word in small_print for word in ("measured", "published", "not a measurement", "formulas"))
+    assert any(
+        word in small_print for word in ("measured", "published", "not a measurement", "formulas")
+    )
 
 
 def test_a_figure_is_saved_with_the_numbers_in_it_and_twice_the_same(drawing, tmp_path):
@@ -224,7 +296,9 @@ def test_drawing_again_gives_the_same_bytes(tmp_path):
     for folder in ("first", "second"):
         figures.save(*figures.stages(summary()), tmp_path / folder, "stages")
     for name in ("stages.csv", "stages.png", "stages.svg"):
-        assert filecmp.cmp(tmp_path / "first" / name, tmp_path / "second" / name, shallow=False), name
+        assert filecmp.cmp(tmp_path / "first" / name, tmp_path / "second" / name, shallow=False), (
+            name
+        )
 
 
 def test_formats_can_be_chosen(tmp_path):
@@ -249,16 +323,25 @@ def test_the_scale_and_the_number_of_questions_are_in_the_small_print():
 
 def test_published_reductions_are_the_papers():
     results = published.results().set_index(["setting", "system"])
-    assert results.loc[("Search-R1 7B", "alar"), "token_reduction"] == pytest.approx(0.436, abs=5e-4)
-    assert results.loc[("Qwen3-4B, tools", "alar"), "token_reduction"] == pytest.approx(0.846, abs=5e-4)
+    assert results.loc[("Search-R1 7B", "alar"), "token_reduction"] == pytest.approx(
+        0.436, abs=5e-4
+    )
+    assert results.loc[("Qwen3-4B, tools", "alar"), "token_reduction"] == pytest.approx(
+        0.846, abs=5e-4
+    )
     assert results.loc[("Search-R1 3B", "alar"), "token_reduction"] == pytest.approx(0.22, abs=5e-3)
     assert results.loc[("Search-R1 3B", "alar"), "accuracy_difference"] == pytest.approx(0.002)
-    assert list(results.index[results["digitised"]].get_level_values("system")) == ["ShorterBetter", "O1-Pruner"]
+    assert list(results.index[results["digitised"]].get_level_values("system")) == [
+        "ShorterBetter",
+        "O1-Pruner",
+    ]
 
 
 def test_published_points_are_hollow_and_ours_filled():
     figure, table = figures.accuracy_against_tokens(summary())
-    faces = [line.get_markerfacecolor() for line in figure.axes[0].lines if len(line.get_xdata()) == 1]
+    faces = [
+        line.get_markerfacecolor() for line in figure.axes[0].lines if len(line.get_xdata()) == 1
+    ]
     assert faces.count("none") >= len(published.results()) - 3
     assert (table["source"] == "measured").sum() == len(SYSTEMS) - 1
 
@@ -266,17 +349,28 @@ def test_published_points_are_hollow_and_ours_filled():
 def test_every_point_is_drawn_once_in_full():
     figure, table = figures.accuracy_against_tokens(summary(n=4))
     assert len(figure.axes) == 2
-    points = [line.get_xydata()[0] for axes in figure.axes for line in axes.lines if line.get_zorder() == 4]
+    points = [
+        line.get_xydata()[0]
+        for axes in figure.axes
+        for line in axes.lines
+        if line.get_zorder() == 4
+    ]
     expected = table[["token_reduction", "accuracy_difference"]].to_numpy()
-    assert np.array(sorted(map(tuple, points))) == pytest.approx(np.array(sorted(map(tuple, expected))))
+    assert np.array(sorted(map(tuple, points))) == pytest.approx(
+        np.array(sorted(map(tuple, expected)))
+    )
     for axes in figure.axes:
         low, high = axes.get_ylim()
-        assert all(low <= line.get_ydata()[0] <= high for line in axes.lines if line.get_zorder() == 4)
+        assert all(
+            low <= line.get_ydata()[0] <= high for line in axes.lines if line.get_zorder() == 4
+        )
 
 
 def test_one_axis_is_enough_when_no_point_lies_far_off(monkeypatch):
     results = published.results()
-    monkeypatch.setattr(published, "results", lambda: results[results["accuracy_difference"] > -0.1])
+    monkeypatch.setattr(
+        published, "results", lambda: results[results["accuracy_difference"] > -0.1]
+    )
     close = summary(("base", "alar"), n=400)
     close[["em_difference", "em_difference_low", "em_difference_high"]] = [-0.01, -0.02, 0.0]
     assert len(figures.accuracy_against_tokens(close)[0].axes) == 1
@@ -294,14 +388,20 @@ def test_small_tables_still_give_figures():
 
 
 def test_a_missing_column_is_named_with_its_stage():
-    with pytest.raises(tables.TableError, match="table 'summary': no column 'em_low'; 06_benchmark_eval writes it"):
+    with pytest.raises(
+        tables.TableError, match="table 'summary': no column 'em_low'; 06_benchmark_eval writes it"
+    ):
         figures.stages(summary().drop(columns="em_low"))
-    with pytest.raises(tables.TableError, match="table 'metrics': no column 'reward'; 05_ar_grpo writes it"):
+    with pytest.raises(
+        tables.TableError, match="table 'metrics': no column 'reward'; 05_ar_grpo writes it"
+    ):
         figures.dynamics(metrics().drop(columns="reward"))
 
 
 def test_a_missing_reference_is_named():
-    with pytest.raises(tables.TableError, match="has no 'intact' to compare with; it has zeroed, text"):
+    with pytest.raises(
+        tables.TableError, match="has no 'intact' to compare with; it has zeroed, text"
+    ):
         figures.controls(summary(("zeroed", "text")))
     with pytest.raises(tables.TableError, match="'base' was not evaluated"):
         figures.accuracy_against_tokens(summary(("alar", "stage1")))
@@ -383,7 +483,9 @@ def test_every_method_has_a_marker_with_both_intervals_in_its_own_colour():
     assert len(drawn) == 2 * len(table)  # once along each axis
     looks = {(line.get_color(), line.get_marker()) for line in points}
     assert len(looks) == table["method"].nunique()
-    assert "n = 1600 questions" in figure._supxlabel.get_text() and numbers.equals(table.reset_index(drop=True))
+    assert "n = 1600 questions" in figure._supxlabel.get_text() and numbers.equals(
+        table.reset_index(drop=True)
+    )
 
 
 def test_methods_near_the_base_are_drawn_larger_in_a_panel_of_their_own(tmp_path):

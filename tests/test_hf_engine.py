@@ -1,4 +1,5 @@
-"""The in-process engine against decoding one token at a time, over turns, batches, modes and hostile text."""
+"""The in-process engine against decoding one token at a time, over turns, batches, modes and
+hostile text."""
 
 import math
 import random
@@ -24,7 +25,9 @@ def decode_slowly(model, codec, request: TurnRequest, sampling: Sampling, margin
     cache, hidden, seen = DynamicCache(config=model.config), None, 0
 
     def feed(embedding):
-        return model.model(inputs_embeds=embedding[None, None], past_key_values=cache, use_cache=True).last_hidden_state[:, 0]
+        return model.model(
+            inputs_embeds=embedding[None, None], past_key_values=cache, use_cache=True
+        ).last_hidden_state[:, 0]
 
     for token in request.ids:
         if token == codec.latent_token_id:
@@ -49,10 +52,16 @@ def decode_slowly(model, codec, request: TurnRequest, sampling: Sampling, margin
             hidden = feed(z)
         else:
             text = codec.text(ids)
-            if text.endswith("<latent>") and text.count("<think>") == text.count("</think>") and request.allow_latent:
+            if (
+                text.endswith("<latent>")
+                and text.count("<think>") == text.count("</think>")
+                and request.allow_latent
+            ):
                 queue += [(codec.latent_token_id, "latent")] * codec.num_latent
                 queue += [(piece, "forced") for piece in codec.latent_close]
-            elif text.endswith("</search>") or (kind == "sampled" and token == codec.tokenizer.eos_token_id):
+            elif text.endswith("</search>") or (
+                kind == "sampled" and token == codec.tokenizer.eos_token_id
+            ):
                 break
             if len(ids) >= sampling.max_new_tokens and not queue:
                 break
@@ -61,7 +70,8 @@ def decode_slowly(model, codec, request: TurnRequest, sampling: Sampling, margin
 
 
 def compare(model, engine, requests, sampling=SAMPLING) -> int:
-    """Assert equality of every row with slow decoding; returns how many rows were skipped as near ties."""
+    """Assert equality of every row with slow decoding; returns how many rows were skipped as near
+    ties."""
     near_ties = 0
     for request, output in zip(requests, engine.generate(requests, sampling)):
         margins: list[float] = []
@@ -70,9 +80,13 @@ def compare(model, engine, requests, sampling=SAMPLING) -> int:
             near_ties += 1
             continue
         assert output.ids == ids
-        sampled = [lp for lp, origin in zip(output.logprobs, output.origins) if origin == Origin.SAMPLED]
+        sampled = [
+            lp for lp, origin in zip(output.logprobs, output.origins) if origin == Origin.SAMPLED
+        ]
         assert np.abs(np.array(sampled) - np.array(logprobs)).max(initial=0) <= 1e-4
-        assert all(math.isnan(lp) for lp, o in zip(output.logprobs, output.origins) if o != Origin.SAMPLED)
+        assert all(
+            math.isnan(lp) for lp, o in zip(output.logprobs, output.origins) if o != Origin.SAMPLED
+        )
         assert len(output.latents) == len(latents)
         for z, expected in zip(output.latents, latents):
             assert np.abs(z - expected.numpy()).max() <= 1e-5
@@ -93,7 +107,17 @@ def tokens_fed(engine) -> list[int]:
 
 
 def prompts(codec, rng, count):
-    words = ["Peru", "Lima", "1991", "the currency of", "Which", "•", "<latent>", "<think>", "<|im_end|>"]
+    words = [
+        "Peru",
+        "Lima",
+        "1991",
+        "the currency of",
+        "Which",
+        "•",
+        "<latent>",
+        "<think>",
+        "<|im_end|>",
+    ]
     return [codec.prompt(" ".join(rng.choices(words, k=rng.randint(1, 25)))) for _ in range(count)]
 
 
@@ -105,7 +129,9 @@ def test_tokens_latents_and_logprobs_equal_slow_decoding(random_model, family, n
     codec, rng = engine.codec, random.Random(1)
     forced = [[], codec.separator + codec.latent_open, codec.separator + codec.think_open]
     requests = [
-        TurnRequest(i, ids, [], rng.choice(forced), allow_latent=num_latent > 0 or rng.random() < 0.5)
+        TurnRequest(
+            i, ids, [], rng.choice(forced), allow_latent=num_latent > 0 or rng.random() < 0.5
+        )
         for i, ids in enumerate(prompts(codec, rng, 12))
     ]
     assert compare(model, engine, requests) <= 2
@@ -115,12 +141,22 @@ def test_a_second_turn_goes_on_from_the_cache_with_the_same_latents(random_model
     model, tokenizer = random_model()
     engine = HFEngine(model, tokenizer)
     codec, rng = engine.codec, random.Random(2)
-    first = [TurnRequest(i, ids, [], codec.separator + codec.latent_open) for i, ids in enumerate(prompts(codec, rng, 6))]
+    first = [
+        TurnRequest(i, ids, [], codec.separator + codec.latent_open)
+        for i, ids in enumerate(prompts(codec, rng, 6))
+    ]
     second = []
     for request, output in zip(first, engine.generate(first, SAMPLING)):
-        observation = codec.observation(f"\n\n<information>Doc • <latent> {request.session}</information>\n\n")
+        observation = codec.observation(
+            f"\n\n<information>Doc • <latent> {request.session}</information>\n\n"
+        )
         second.append(
-            TurnRequest(request.session, list(request.ids) + output.ids + observation, output.latents, codec.latent_open)
+            TurnRequest(
+                request.session,
+                list(request.ids) + output.ids + observation,
+                output.latents,
+                codec.latent_open,
+            )
         )
     rng.shuffle(second)  # sessions move between slots
     fed = tokens_fed(engine)
@@ -159,7 +195,9 @@ def test_sampling_does_not_depend_on_the_batch_that_a_request_shares(random_mode
     alone = {i: written([i])[i] for i in range(8)}
     for outputs in (written(range(8)), written([5, 2, 7, 0, 1, 6, 4, 3])):
         different = [i for i in range(8) if outputs[i].ids != alone[i].ids]
-        assert len(different) <= 1 and all(near_tie(model, requests[i], alone[i], sampling) for i in different)
+        assert len(different) <= 1 and all(
+            near_tie(model, requests[i], alone[i], sampling) for i in different
+        )
 
 
 def test_sampled_tokens_follow_the_policy_distribution(random_model):
@@ -190,30 +228,46 @@ def test_the_latent_id_is_never_sampled(random_model):
     with torch.no_grad():
         model.get_input_embeddings().weight[reserved:] *= 100
     engine = HFEngine(model, tokenizer)
-    requests = [TurnRequest(i, ids, [], seed=i) for i, ids in enumerate(prompts(engine.codec, random.Random(4), 8))]
+    requests = [
+        TurnRequest(i, ids, [], seed=i)
+        for i, ids in enumerate(prompts(engine.codec, random.Random(4), 8))
+    ]
     for output in engine.generate(requests, Sampling(max_new_tokens=30, temperature=2.0, stop=())):
         assert all(i < reserved or o == Origin.LATENT for i, o in zip(output.ids, output.origins))
 
 
 def schedule_pool(codec, rng) -> list[tuple[TurnRequest, Sampling]]:
-    """Requests of one or two turns in every mode, greedy and sampled, several of them with the same beginning."""
+    """Requests of one or two turns in every mode, greedy and sampled, several of them with the same
+    beginning."""
     pool, contexts = [], prompts(codec, rng, 8)
     forced = [[], codec.latent_open, codec.think_open]
     for number in range(24):
         temperature = rng.choice([0.0, 0.0, 0.7, 1.0])
-        sampling = Sampling(rng.randint(4, 9), temperature, rng.choice([1.0, 0.9]), stop=("</search>",))
-        pool.append((TurnRequest(number, rng.choice(contexts), [], rng.choice(forced), seed=number), sampling))
+        sampling = Sampling(
+            rng.randint(4, 9), temperature, rng.choice([1.0, 0.9]), stop=("</search>",)
+        )
+        pool.append(
+            (
+                TurnRequest(number, rng.choice(contexts), [], rng.choice(forced), seed=number),
+                sampling,
+            )
+        )
     return pool
 
 
 def near_tie(model, request: TurnRequest, output, sampling: Sampling) -> bool:
-    """Whether some token was chosen by a margin within 1e-5: of the two best log-probs, or of the draw and a threshold.
+    """Whether some token was chosen by a margin within 1e-5: of the two best log-probs, or of the
+    draw and a threshold.
 
-    Ten times stricter than what is promised: a flat distribution over 3000 ids has a threshold within 1e-4 of most draws,
-    and half of the requests would be exempt.
+    Ten times stricter than what is promised: a flat distribution over 3000 ids has a threshold
+    within 1e-4 of most draws, and half of the requests would be exempt.
     """
     ids = torch.tensor([[*request.ids, *output.ids]])
-    z = torch.as_tensor(np.stack([*request.latents, *output.latents])) if len(request.latents) + len(output.latents) else None
+    z = (
+        torch.as_tensor(np.stack([*request.latents, *output.latents]))
+        if len(request.latents) + len(output.latents)
+        else None
+    )
     with torch.no_grad():
         hidden = model.latent_states(ids, latents=z).hidden[0, len(request.ids) - 1 : -1]
         logp = torch.log_softmax(policy_logits(model, hidden) / (sampling.temperature or 1.0), -1)
@@ -229,7 +283,9 @@ def near_tie(model, request: TurnRequest, output, sampling: Sampling) -> bool:
             if sampling.top_p < 1:
                 ranked = ranked.sort(descending=True).values
                 before = ranked.cumsum(-1) - ranked
-                gaps = (ranked[:-1] - ranked[1:])[before[1:] < sampling.top_p]  # equal ids may change places
+                gaps = (ranked[:-1] - ranked[1:])[
+                    before[1:] < sampling.top_p
+                ]  # equal ids may change places
                 if (before - sampling.top_p).abs().min() < 1e-5 or (gaps < 1e-6).any():
                     return True
                 ranked = ranked * (before < sampling.top_p)
@@ -250,14 +306,25 @@ def test_a_thousand_random_schedules_write_what_each_request_writes_alone(random
         return HFEngine(model, tokenizer).generate([request], sampling)[0]
 
     first = [alone(*entry) for entry in pool]
-    for (request, sampling), output in list(zip(pool, first))[:12]:  # a second turn that goes on from the first
+    for (request, sampling), output in list(zip(pool, first))[
+        :12
+    ]:  # a second turn that goes on from the first
         seen = rng.choice(["\n\nLima •", "\n\n<information>so</information>"])
         observation = Codec.of(model, tokenizer).observation(seen)
         context = [*request.ids, *output.ids, *observation]
-        later = TurnRequest(request.session, context, output.latents, rng.choice([[], request.forced]), seed=request.seed + 99)
+        later = TurnRequest(
+            request.session,
+            context,
+            output.latents,
+            rng.choice([[], request.forced]),
+            seed=request.seed + 99,
+        )
         pool.append((later, sampling))
     expected = first + [alone(*entry) for entry in pool[24:]]
-    ties = [near_tie(model, request, output, sampling) for (request, sampling), output in zip(pool, expected)]
+    ties = [
+        near_tie(model, request, output, sampling)
+        for (request, sampling), output in zip(pool, expected)
+    ]
     engine, exceptions, compared = HFEngine(model, tokenizer, step_tokens=64), 0, 0
     for _ in range(SCHEDULES):
         todo = rng.sample(range(24), rng.randint(2, 4))
@@ -285,7 +352,10 @@ def test_a_thousand_random_schedules_write_what_each_request_writes_alone(random
         if rng.random() < 0.1:
             engine.reset()
         engine.release(range(24))
-    print(f"{exceptions} exceptions among {compared} turns; {sum(ties)} of {len(ties)} requests have a near tie")
+    print(
+        f"{exceptions} exceptions among {compared} turns; {sum(ties)} of {len(ties)} requests have"
+        " a near tie"
+    )
     assert sum(ties) < len(ties) / 2 and exceptions <= compared / 100
 
 
@@ -297,7 +367,10 @@ def test_the_rollouts_of_one_prompt_compute_it_once(random_model):
     outputs = engine.generate(requests, Sampling(3, 1.0, stop=()))
     assert fed[:2] == [len(ids), 1 + 7]
     for request, output in zip(requests, outputs):
-        assert output.ids == HFEngine(model, tokenizer).generate([request], Sampling(3, 1.0, stop=()))[0].ids
+        assert (
+            output.ids
+            == HFEngine(model, tokenizer).generate([request], Sampling(3, 1.0, stop=()))[0].ids
+        )
 
 
 def test_a_beginning_with_other_latents_is_not_shared(random_model):
@@ -309,7 +382,11 @@ def test_a_beginning_with_other_latents_is_not_shared(random_model):
     one, other = rng.normal(size=(2, 4, model.config.hidden_size)).astype(np.float32)
     mixed = np.concatenate([one[:2], other[2:]])
     engine.generate([TurnRequest(0, ids, one)], SAMPLING)
-    for session, latents, known in ((1, one, len(ids) - 1), (2, other, len(opened)), (3, mixed, len(opened) + 2)):
+    for session, latents, known in (
+        (1, one, len(ids) - 1),
+        (2, other, len(opened)),
+        (3, mixed, len(opened) + 2),
+    ):
         request = TurnRequest(session, ids, list(latents))
         assert engine._known(request)[1] == known
         assert compare(model, engine, [request]) == 0
@@ -325,7 +402,9 @@ def test_sampling_within_top_p_keeps_the_ids_that_transformers_keeps(random_mode
     logits = 3 * torch.randn(6, 200)
     for top_p in (0.3, 0.9, 0.99):
         kept = torch.softmax(TopPLogitsWarper(top_p)(None, logits), -1)
-        draws = (torch.arange(4000) + 0.5) / 4000  # evenly spread: frequencies are then the probabilities
+        draws = (
+            torch.arange(4000) + 0.5
+        ) / 4000  # evenly spread: frequencies are then the probabilities
         for row in range(len(logits)):
             tokens = inverse_cdf(torch.softmax(logits[row], -1).expand(4000, -1), draws, top_p)
             counts = torch.bincount(tokens, minlength=200) / 4000

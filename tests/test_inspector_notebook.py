@@ -1,8 +1,9 @@
-"""Notebook 08, headless and in a browser: papermill without a click, then a real JupyterLab whose every widget is moved.
+"""Notebook 08, headless and in a browser: papermill without a click, then a real JupyterLab whose
+every widget is moved.
 
-The model is small and random: it writes something else for every question, as patching needs, and its numbers mean nothing.
-Pictures of what the browser showed stay in the folder named by the variable ALAR_SCREENSHOTS, else in pytest's own; the terminal
-says where.
+The model is small and random: it writes something else for every question, as patching needs, and
+its numbers mean nothing. Pictures of what the browser showed stay in the folder named by the
+variable ALAR_SCREENSHOTS, else in pytest's own; the terminal says where.
 """
 
 import importlib.util
@@ -17,18 +18,48 @@ import pandas as pd
 import pytest
 
 from alar.inspector.interventions import KINDS
-from alar.runs.execution import execute
-from alar.runs.publish import to_html
+from alar.study.execution import execute
+from alar.study.publish import to_html
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "notebooks" / "08_latent_inspector.ipynb"
-SIZES = {"questions": 4, "records": 2, "intervened": 3, "mapped": 2, "probed": 4, "explained": 1, "reported": 4, "bootstrap": 100,
-         "rollout_max_turns": 2, "rollout_max_new_tokens": 24, "threads": 1, "figures_formats": ["png"]}
-TABLES = ("interventions.csv", "causal_map.csv", "probes.csv", "inspector_steps.csv", "inspector_words.csv")
-FIGURES = ("trajectory", "comparison", "lens", "vectors", "attention", "interventions", "causal_map", "panel", "components",
-           "recurrence")
+SIZES = {
+    "questions": 4,
+    "records": 2,
+    "intervened": 3,
+    "mapped": 2,
+    "probed": 4,
+    "explained": 1,
+    "reported": 4,
+    "bootstrap": 100,
+    "rollout_max_turns": 2,
+    "rollout_max_new_tokens": 24,
+    "threads": 1,
+    "figures_formats": ["png"],
+}
+TABLES = (
+    "interventions.csv",
+    "causal_map.csv",
+    "probes.csv",
+    "inspector_steps.csv",
+    "inspector_words.csv",
+)
+FIGURES = (
+    "trajectory",
+    "comparison",
+    "lens",
+    "vectors",
+    "attention",
+    "interventions",
+    "causal_map",
+    "panel",
+    "components",
+    "recurrence",
+)
 
-specification = importlib.util.spec_from_file_location("browser", Path(__file__).with_name("browser.py"))
+specification = importlib.util.spec_from_file_location(
+    "browser", Path(__file__).with_name("browser.py")
+)
 browser = importlib.util.module_from_spec(specification)
 specification.loader.exec_module(browser)
 
@@ -39,7 +70,10 @@ def checkpoints(random_model, tmp_path_factory):
     from alar.model import save
 
     folder = tmp_path_factory.mktemp("checkpoints")
-    return [str(save(*random_model(projector_residual=residual), folder / str(residual))) for residual in (False, True)]
+    return [
+        str(save(*random_model(projector_residual=residual), folder / str(residual)))
+        for residual in (False, True)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +86,16 @@ def headless(parameters, tmp_path_factory):
     """(executed notebook, stage folder) of a run as `run_all.py` does it."""
     folder = tmp_path_factory.mktemp("headless")
     executed = folder / "executed" / NOTEBOOK.name
-    execute(NOTEBOOK, executed, parameters | {"run_dir": str(folder)}, root=ROOT, threads=1, on_cell=lambda *_: None,
-            on_progress=lambda _: None, on_tick=lambda: None)
+    execute(
+        NOTEBOOK,
+        executed,
+        parameters | {"run_dir": str(folder)},
+        root=ROOT,
+        threads=1,
+        on_cell=lambda *_: None,
+        on_progress=lambda _: None,
+        on_tick=lambda: None,
+    )
     return executed, folder / NOTEBOOK.stem
 
 
@@ -69,8 +111,12 @@ def test_a_headless_run_draws_every_picture_and_writes_every_table(headless):
     assert (folder / "conclusions.md").read_text().count("\n- ") >= 3
     assert (folder / "report.html").read_text().count('<details class="one">') == SIZES["reported"]
     assert len(list((folder / "records").glob("*.npz"))) == SIZES["records"]
-    pictures = [output for cell in nbformat.read(executed, 4).cells for output in cell.get("outputs", [])
-                if "image/png" in output.get("data", {})]
+    pictures = [
+        output
+        for cell in nbformat.read(executed, 4).cells
+        for output in cell.get("outputs", [])
+        if "image/png" in output.get("data", {})
+    ]
     assert len(pictures) == len(FIGURES), "each is shown once, widgets by their twin"
 
 
@@ -107,16 +153,27 @@ def test_the_report_asks_for_nothing_and_runs_nothing(headless, page, screenshot
     page.wait("document.querySelector('details.one').open")
     assert "•" in page.text("details.one .tokens")
     page.screenshot(screenshots / "report.png")
-    assert [address for address in page.requests if not address.startswith(("file:", "data:"))] == []
+    assert [
+        address for address in page.requests if not address.startswith(("file:", "data:"))
+    ] == []
     assert page.errors == []
 
 
-# What each widget is moved by: view, control, and how. Only a patch has a donor, so that one moves before the kind does.
+# What each widget is moved by: view, control, and how. Only a patch has a donor, so that one moves
+# before the kind does.
 MOVES = [
-    ("browser", "question", "choose"), ("browser", "turn", "choose"),
-    ("compare", "question", "choose"), ("compare", "one", "choose"), ("compare", "other", "choose"),
-    ("lens", "question", "choose"), ("lens", "step", "ArrowRight"), ("lens", "layer", "ArrowLeft"),
-    ("panel", "turn", "choose"), ("panel", "donor", "choose"), ("panel", "step", "choose"), ("panel", "kind", "choose"),
+    ("browser", "question", "choose"),
+    ("browser", "turn", "choose"),
+    ("compare", "question", "choose"),
+    ("compare", "one", "choose"),
+    ("compare", "other", "choose"),
+    ("lens", "question", "choose"),
+    ("lens", "step", "ArrowRight"),
+    ("lens", "layer", "ArrowLeft"),
+    ("panel", "turn", "choose"),
+    ("panel", "donor", "choose"),
+    ("panel", "step", "choose"),
+    ("panel", "kind", "choose"),
 ]
 
 
@@ -124,14 +181,24 @@ def test_every_widget_changes_its_view_in_jupyterlab(parameters, page, screensho
     root = tmp_path / "root"
     root.mkdir()
     notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
-    cell = next(cell for cell in notebook["cells"] if cell["metadata"].get("tags") == ["parameters"])
+    cell = next(
+        cell for cell in notebook["cells"] if cell["metadata"].get("tags") == ["parameters"]
+    )
     given = parameters | {"run_dir": str(tmp_path / "run")}
-    cell["source"] = "".join(cell["source"]) + "".join(f"\n{name} = {value!r}" for name, value in given.items())
+    cell["source"] = "".join(cell["source"]) + "".join(
+        f"\n{name} = {value!r}" for name, value in given.items()
+    )
     (root / "n.ipynb").write_text(json.dumps(notebook), encoding="utf-8")
     with browser.jupyterlab(tmp_path, root, str(ROOT)) as server:
         page.open_notebook(server, "n.ipynb")
         page.run_all_cells()
-        assert page.evaluate("document.querySelectorAll('.jp-RenderedText[data-mime-type*=stderr] .ansi-red-fg').length") == 0
+        assert (
+            page.evaluate(
+                "document.querySelectorAll('.jp-RenderedText[data-mime-type*=stderr]"
+                " .ansi-red-fg').length"
+            )
+            == 0
+        )
         page.wait("document.querySelector('.alar-panel') !== null")
         page.choose(".alar-panel-kind select", KINDS.index("patch"))
         page.wait("document.querySelector('.alar-panel').innerText.includes('donor')")

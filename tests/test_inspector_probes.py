@@ -1,4 +1,5 @@
-"""Probes, geometry and explanations: against scikit-learn, the questions' expert steps and the agent loop."""
+"""Probes, geometry and explanations: against scikit-learn, the questions' expert steps and the
+agent loop."""
 
 from types import SimpleNamespace
 
@@ -11,6 +12,8 @@ from sklearn.model_selection import GroupKFold, cross_val_predict
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from alar.domains.search.questions import solved_questions
+from alar.domains.tool import questions as tool_questions
 from alar.inspector import geometry, inspect
 from alar.inspector.explain import explain, pseudo_text
 from alar.inspector.interventions import Bench
@@ -21,13 +24,13 @@ from alar.rollout.engine import Sampling
 from alar.rollout.hf import HFEngine
 from alar.rollout.loop import run
 from alar.rollout.modes import latent_probabilities
-from alar.search.questions import solved_questions
-from alar.tool import questions as tool_questions
 
 QUESTIONS = [
     Question(f"q{n}", f"{text} {place}?", ("12",), kind)
     for n, place in enumerate(("Peru", "Chad", "Mali", "Cuba", "Oman", "Fiji"))
-    for kind, text in [("single", "Which money has") if n % 2 else ("bridge", "When was the currency changed in")]
+    for kind, text in [
+        ("single", "Which money has") if n % 2 else ("bridge", "When was the currency changed in")
+    ]
 ]
 
 
@@ -48,29 +51,43 @@ def latent(random_model):
     engine = HFEngine(model, tokenizer)
     trajectories = run(QUESTIONS, engine, Silent(), Sampling(20, 1.0), modes="latent", max_turns=2)
     bench, sites = Bench(engine), Bench(engine).sites(trajectories)
-    return SimpleNamespace(model=model, tokenizer=tokenizer, bench=bench, trajectories=trajectories, sites=sites)
+    return SimpleNamespace(
+        model=model, tokenizer=tokenizer, bench=bench, trajectories=trajectories, sites=sites
+    )
 
 
 def expert_site(solved, number):
     """A site as the probes read it, whose turn did what the expert does."""
     turns = [SimpleNamespace(action=step.action, argument=step.argument) for step in solved.steps]
-    return SimpleNamespace(trajectory=SimpleNamespace(question=solved.question, turns=turns), block=SimpleNamespace(turn=number))
+    return SimpleNamespace(
+        trajectory=SimpleNamespace(question=solved.question, turns=turns),
+        block=SimpleNamespace(turn=number),
+    )
 
 
 def test_labels_name_what_the_expert_looks_up():
     questions = solved_questions("real", 60, 0)
-    sites = [expert_site(solved, number) for solved in questions for number in range(len(solved.steps))]
+    sites = [
+        expert_site(solved, number) for solved in questions for number in range(len(solved.steps))
+    ]
     table = labels(sites)
     for site, (_, row) in zip(sites, table.iterrows()):
         question, number = site.trajectory.question, site.block.turn
         turn = site.trajectory.turns[number]
-        assert row["type"] == question.type and row["hard"] == ("hard" if number in question.hard_turns else "easy")
+        assert row["type"] == question.type and row["hard"] == (
+            "hard" if number in question.hard_turns else "easy"
+        )
         if turn.action == "search":
-            assert row["query_entity"] == turn.argument.removesuffix(" currency").removesuffix(" languages")
+            assert row["query_entity"] == turn.argument.removesuffix(" currency").removesuffix(
+                " languages"
+            )
         else:
             assert pd.isna(row["query_entity"])
         if question.type == "bridge":  # the expert's second query is about the bridge
-            assert site.trajectory.turns[1].argument in (row["bridge_entity"] + " currency", row["bridge_entity"] + " languages")
+            assert site.trajectory.turns[1].argument in (
+                row["bridge_entity"] + " currency",
+                row["bridge_entity"] + " languages",
+            )
         else:
             assert pd.isna(row["bridge_entity"])
         assert (row["number"] in ("above", "below")) == question.answers[0].isdigit()
@@ -83,7 +100,10 @@ def test_labels_name_the_function_that_the_expert_calls_and_its_provider():
     for site, (_, row) in zip(sites, labels(sites).iterrows()):
         turn = site.trajectory.turns[site.block.turn]
         if turn.action == "call":
-            assert f'"name": "{row["function"]}_{row["provider"]}"' in turn.argument.split("</tool_call>")[0]
+            assert (
+                f'"name": "{row["function"]}_{row["provider"]}"'
+                in turn.argument.split("</tool_call>")[0]
+            )
             called += 1
         else:
             assert pd.isna(row["function"]) and pd.isna(row["provider"])
@@ -94,13 +114,17 @@ def test_a_class_probe_equals_scikit_learns_cross_validation_and_never_sees_its_
     rng = np.random.default_rng(0)
     groups = np.repeat(np.arange(30), 2)
     classes = rng.choice(["a", "b", "c"], 30)[groups]
-    features = rng.standard_normal((60, 6)) + np.eye(6)[:3][np.searchsorted(["a", "b", "c"], classes)] * 2
+    features = (
+        rng.standard_normal((60, 6)) + np.eye(6)[:3][np.searchsorted(["a", "b", "c"], classes)] * 2
+    )
     probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=300))
     reference = cross_val_predict(probe, features, classes, groups=groups, cv=GroupKFold(5))
     hits = class_hits(features, classes, groups)
     np.testing.assert_array_equal(hits, reference == classes)
     assert hits.mean() > 0.7
-    identity = np.eye(30)[groups]  # says which question it is and nothing else: worth nothing unless a question leaks
+    identity = np.eye(30)[
+        groups
+    ]  # says which question it is and nothing else: worth nothing unless a question leaks
     assert class_hits(identity, classes, groups).mean() < 0.6
 
 
@@ -117,13 +141,21 @@ def test_the_probe_table_holds_every_step_beside_its_controls(latent):
     options = {"targets": ("type", "bridge_entity"), "folds": 3, "least": 3, "resamples": 50}
     table = probe_table(latent.sites, latent.model, latent.bench.codec, **options)
     assert list(table["target"].unique()) == ["type"] and list(table["turn"]) == [1] * 4 + [2] * 4
-    assert list(table["k"]) == [1, 2, 3, 4] * 2 and set(table["questions"]) == {6} and set(table["common"]) == {0.5}
+    assert (
+        list(table["k"]) == [1, 2, 3, 4] * 2
+        and set(table["questions"]) == {6}
+        and set(table["common"]) == {0.5}
+    )
     assert table.groupby("turn")["embedding"].nunique().max() == 1
     np.testing.assert_allclose(table["difference"], table["accuracy"] - table["embedding"])
     z = np.stack([site.z for site in latent.sites if site.block.turn == 1])[:, 2]
     kinds = np.array([question.type for question in QUESTIONS])
-    hits = class_hits(z.astype(float), kinds, np.array([question.id for question in QUESTIONS]), folds=3)
-    assert table[(table["turn"] == 2) & (table["k"] == 3)]["accuracy"].item() == pytest.approx(hits.mean())
+    hits = class_hits(
+        z.astype(float), kinds, np.array([question.id for question in QUESTIONS]), folds=3
+    )
+    assert table[(table["turn"] == 2) & (table["k"] == 3)]["accuracy"].item() == pytest.approx(
+        hits.mean()
+    )
 
 
 def test_principal_components_equal_scikit_learns(latent):
@@ -131,7 +163,11 @@ def test_principal_components_equal_scikit_learns(latent):
     table, explained = geometry.principal_components(about, z, 3)
     reference = PCA(3, svd_solver="full").fit(z.astype(np.float64))
     np.testing.assert_allclose(explained, reference.explained_variance_ratio_, rtol=1e-6)
-    np.testing.assert_allclose(np.abs(table[["pc1", "pc2", "pc3"]]), np.abs(reference.transform(z.astype(np.float64))), atol=1e-5)
+    np.testing.assert_allclose(
+        np.abs(table[["pc1", "pc2", "pc3"]]),
+        np.abs(reference.transform(z.astype(np.float64))),
+        atol=1e-5,
+    )
     assert len(table) == 6 * 2 * 4 and set(table["mode"]) == {"unknown"} and table["forced"].all()
     with pytest.raises(ValueError, match="at least two"):
         geometry.principal_components(about[:1], z[:1])
@@ -162,11 +198,21 @@ def test_an_explanation_is_the_lens_beside_the_turn_that_thinks_in_text(latent):
     site = latent.sites[2]
     record = inspect(site.trajectory, latent.model, latent.tokenizer)
     told = explain(record, latent.bench, site, max_new_tokens=12)
-    assert pseudo_text(record, 0).split(" | ") == [record.lens(row)[0][0].strip() or "␣" for row in range(4)]
-    thinking = run([site.trajectory.question], latent.bench.engine, Silent(),
-                   Sampling(12 + len(latent.bench.codec.separator)), modes="think", max_turns=1)[0]
+    assert pseudo_text(record, 0).split(" | ") == [
+        record.lens(row)[0][0].strip() or "␣" for row in range(4)
+    ]
+    thinking = run(
+        [site.trajectory.question],
+        latent.bench.engine,
+        Silent(),
+        Sampling(12 + len(latent.bench.codec.separator)),
+        modes="think",
+        max_turns=1,
+    )[0]
     written = latent.bench.codec.text(thinking.ids[thinking.turns[0].start :])
     assert told.thought and "<think>" + told.thought == written.strip().split("</think>")[0]
-    assert told.pseudo_text == pseudo_text(record, 0) and told.same_action == (told.latent_action == told.thought_action)
+    assert told.pseudo_text == pseudo_text(record, 0) and told.same_action == (
+        told.latent_action == told.thought_action
+    )
     with pytest.raises(ValueError, match="the record is of"):
         explain(record, latent.bench, latent.sites[0])

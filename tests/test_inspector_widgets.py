@@ -1,4 +1,5 @@
-"""The live views without a browser: every control changes its view, every view has a picture, a click computes little."""
+"""The live views without a browser: every control changes its view, every view has a picture, a
+click computes little."""
 
 import base64
 
@@ -10,7 +11,7 @@ from alar.inspector import inspect, plots, widgets
 from alar.inspector.interventions import KINDS, Bench, Intervention
 from alar.records import Origin, Question, Trajectory, TurnRecord
 from alar.rollout.hf import HFEngine
-from alar.runs.publish import to_html
+from alar.study.publish import to_html
 
 ROOM = 4 + 3 + 1  # z, the closing tag, and the last token of the prefix
 TEXTS = ("Where is <b>Oslo</b>?", "When did $x$ begin?", "Who wrote it?")
@@ -23,18 +24,34 @@ def engine(random_model):
 
 @pytest.fixture(scope="module")
 def trajectories(engine):
-    """Three questions with one, two and three latent turns of random z; the second one's last turn answers."""
+    """Three questions with one, two and three latent turns of random z; the second one's last turn
+    answers."""
     codec, drawn, found = engine.codec, np.random.default_rng(0), []
     for number, text in enumerate(TEXTS):
         ids, turns = codec.prompt(text), []
         origins = [Origin.PROMPT] * len(ids)
         for turn in range(number + 1):
             written, marks = codec.latent_turn("search", f"{text} {turn}", first=turn == 0)
-            turns.append(TurnRecord(len(ids), len(ids) + len(written), "latent", "search", f"{text} {turn}", True))
+            turns.append(
+                TurnRecord(
+                    len(ids), len(ids) + len(written), "latent", "search", f"{text} {turn}", True
+                )
+            )
             ids, origins = ids + written, origins + marks
         z = drawn.normal(size=(4 * len(turns), engine.model.config.hidden_size)).astype(np.float32)
-        found.append(Trajectory(Question(f"q{number}", text, ("x",)), ids, [int(o) for o in origins],
-                                [float("nan")] * len(ids), z, turns, text, number == 1, "answer"))
+        found.append(
+            Trajectory(
+                Question(f"q{number}", text, ("x",)),
+                ids,
+                [int(o) for o in origins],
+                [float("nan")] * len(ids),
+                z,
+                turns,
+                text,
+                number == 1,
+                "answer",
+            )
+        )
     return found
 
 
@@ -70,7 +87,9 @@ def views(engine, trajectories, records, bench, twins):
         widgets.trajectory_browser(trajectories, codec, chances, twins["browser"]),
         widgets.lens_explorer(records, twins["lens"]),
         widgets.intervention_panel(bench, bench.sites(trajectories), twins["panel"]),
-        widgets.checkpoint_comparison(systems, dict.fromkeys(systems, codec), None, twins["compare"]),
+        widgets.checkpoint_comparison(
+            systems, dict.fromkeys(systems, codec), None, twins["compare"]
+        ),
     ]
     return {view.name: view for view in made}
 
@@ -92,7 +111,7 @@ def test_every_control_of_every_view_changes_what_is_shown(views):
                 control.value = value
                 seen.add(view.output.value)
             assert len(seen) > 1, f"{name}: {label}"
-            assert all("no\">step" not in text for text in seen)
+            assert all('no">step' not in text for text in seen)
 
 
 def test_what_is_shown_is_what_the_values_say(views, records):
@@ -124,19 +143,37 @@ def test_every_view_has_a_picture_for_where_no_kernel_is(views):
 
 
 def test_published_pages_show_the_picture_and_no_widget(views, tmp_path):
-    outputs = [nbformat.v4.new_output("execute_result", view._repr_mimebundle_()) for view in views.values()]
+    outputs = [
+        nbformat.v4.new_output("execute_result", view._repr_mimebundle_())
+        for view in views.values()
+    ]
     bare = dict(views["lens"].box._repr_mimebundle_())
-    notebook = nbformat.v4.new_notebook(cells=[
-        nbformat.v4.new_code_cell("views", outputs=[*outputs, nbformat.v4.new_output("display_data", bare)])])
-    notebook.metadata["widgets"] = {"application/vnd.jupyter.widget-state+json": {"state": {"secret": {}}}}
+    notebook = nbformat.v4.new_notebook(
+        cells=[
+            nbformat.v4.new_code_cell(
+                "views", outputs=[*outputs, nbformat.v4.new_output("display_data", bare)]
+            )
+        ]
+    )
+    notebook.metadata["widgets"] = {
+        "application/vnd.jupyter.widget-state+json": {"state": {"secret": {}}}
+    }
     nbformat.write(notebook, tmp_path / "n.ipynb")
     page = to_html(tmp_path / "n.ipynb", tmp_path)
     assert page.count("data:image/png;base64") == len(views)
-    assert "widget-view" not in page and "widget-state" not in page and "secret" not in page and "VBox(" not in page
+    assert (
+        "widget-view" not in page
+        and "widget-state" not in page
+        and "secret" not in page
+        and "VBox(" not in page
+    )
 
 
-def test_a_click_computes_the_block_and_the_action_only(views, bench, engine, trajectories, monkeypatch):
-    """The tokens before the block come from the cache: at most 24 new tokens a row, plus z and the closing tag."""
+def test_a_click_computes_the_block_and_the_action_only(
+    views, bench, engine, trajectories, monkeypatch
+):
+    """The tokens before the block come from the cache: at most 24 new tokens a row, plus z and the
+    closing tag."""
     panel, fed = views["panel"], []
     forward = engine.model.model.forward
 
@@ -151,7 +188,9 @@ def test_a_click_computes_the_block_and_the_action_only(views, bench, engine, tr
         panel.controls["kind"].value = kind
         fed.clear()
         panel.update()
-        scored = (2 if kind == "patch" else 1) * 3 * (ROOM + longest)  # intact, control, intervention; own and donor's action
+        scored = (
+            (2 if kind == "patch" else 1) * 3 * (ROOM + longest)
+        )  # intact, control, intervention; own and donor's action
         assert 0 < sum(fed) <= 2 * (ROOM + 24) + scored, kind
 
 
@@ -167,4 +206,6 @@ def test_pictures_come_with_the_numbers_in_them(records):
     assert np.allclose(looks, 1, atol=1e-5)
     cosines = plots.vectors(records)[1]
     mean = np.mean([r.block_cosines(turn)[0, 3] for r in records for turn in r.latent_turns])
-    assert cosines[(cosines["k"] == 1) & (cosines["other_k"] == 4)]["cosine"].iloc[0] == pytest.approx(mean)
+    assert cosines[(cosines["k"] == 1) & (cosines["other_k"] == 4)]["cosine"].iloc[
+        0
+    ] == pytest.approx(mean)

@@ -1,7 +1,8 @@
-"""z in training is z in decoding: every way of training against one token at a time, for z, logits and gradients.
+"""z in training is z in decoding: every way of training against one token at a time, for z, logits
+and gradients.
 
-The reference knows nothing of packing, stores or schedules: a loop that feeds one token at a time to the trunk with
-transformers' own DynamicCache.
+The reference knows nothing of packing, stores or schedules: a loop that feeds one token at a time
+to the trunk with transformers' own DynamicCache.
 """
 
 import gc
@@ -41,11 +42,14 @@ def step_by_step(model, ids: list[int], detach=lambda h, step: h):
             embedding = model.get_input_embeddings()(torch.tensor([token]))
         output = model.model(inputs_embeds=embedding[None], past_key_values=cache, use_cache=True)
         hidden.append(output.last_hidden_state[0, 0])
-    return torch.stack(hidden), torch.stack(latents) if latents else torch.zeros(0, model.config.hidden_size)
+    return torch.stack(hidden), (
+        torch.stack(latents) if latents else torch.zeros(0, model.config.hidden_size)
+    )
 
 
 def batch_of(model, layouts, side, seed=0):
-    """Random sequences; a layout is (length, starts of blocks). Returns ids, mask and the unpadded sequences."""
+    """Random sequences; a layout is (length, starts of blocks). Returns ids, mask and the unpadded
+    sequences."""
     generator, num_latent = torch.Generator().manual_seed(seed), model.config.num_latent
     width, rows = max(length for length, _ in layouts), []
     for length, starts in layouts:
@@ -53,7 +57,10 @@ def batch_of(model, layouts, side, seed=0):
         for start in starts:
             row[start : start + num_latent] = model.config.latent_token_id
         rows.append(row)
-    ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
+    ids, mask = (
+        torch.zeros(len(rows), width, dtype=torch.long),
+        torch.zeros(len(rows), width, dtype=torch.long),
+    )
     for number, row in enumerate(rows):
         place = slice(0, len(row)) if side == "right" else slice(width - len(row), width)
         ids[number, place], mask[number, place] = row, 1
@@ -65,6 +72,7 @@ LAYOUTS = [(41, (5, 18, 37)), (30, (9,)), (23, ()), (33, (1, 20))]
 
 def pairwise(combinations: list[tuple]) -> list[tuple]:
     """A small choice of them in which every pair of values of two axes occurs (greedy)."""
+
     def pairs(combination):
         return set(itertools.combinations(enumerate(combination), 2))
 
@@ -78,13 +86,18 @@ def pairwise(combinations: list[tuple]) -> list[tuple]:
 def inputs_of(model, layout: str):
     """(keyword arguments, places of the sequences' tokens in reading order, the sequences)."""
     long = 2 if model.config.num_latent > 4 else 1  # blocks of 8 need room
-    layouts = [(length * long, tuple(start * long for start in starts)) for length, starts in LAYOUTS]
+    layouts = [
+        (length * long, tuple(start * long for start in starts)) for length, starts in LAYOUTS
+    ]
     if layout != "packed":
         ids, mask, rows = batch_of(model, layouts, layout)
         return {"input_ids": ids, "attention_mask": mask}, mask.bool(), rows
     ids, mask, rows = batch_of(model, layouts, "right")
     width = len(rows[0]) + len(rows[1]) + 3
-    table, segments = torch.zeros(2, width, dtype=torch.long), torch.zeros(2, width, dtype=torch.long)
+    table, segments = (
+        torch.zeros(2, width, dtype=torch.long),
+        torch.zeros(2, width, dtype=torch.long),
+    )
     for number, (one, two) in enumerate((rows[:2], rows[2:])):
         first = number * 2  # the second row starts with padding
         for segment, row in ((1, one), (2, two)):
@@ -94,7 +107,9 @@ def inputs_of(model, layout: str):
     return {"input_ids": table, "segment_ids": segments}, segments > 0, rows
 
 
-def make(random_model, family_name="qwen2", num_latent=4, lora=False, checkpointing=False, **options):
+def make(
+    random_model, family_name="qwen2", num_latent=4, lora=False, checkpointing=False, **options
+):
     model, _ = random_model(family_name, num_latent, **options)
     model.train()
     if checkpointing:
@@ -102,13 +117,16 @@ def make(random_model, family_name="qwen2", num_latent=4, lora=False, checkpoint
     if lora:
         torch.manual_seed(2)
         targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-        get_peft_model(model, LoraConfig(r=4, lora_alpha=1, target_modules=targets, init_lora_weights=False))
+        get_peft_model(
+            model, LoraConfig(r=4, lora_alpha=1, target_modules=targets, init_lora_weights=False)
+        )
         model.model.projector.requires_grad_(True)
     return model
 
 
 def slow(model, rows, mode="published"):
     """(hidden states of all tokens, all z) of the sequences, each alone, one token at a time."""
+
     def keep(h, step):
         return h if mode == "full" or (mode == "published" and step == 0) else h.detach()
 
@@ -151,12 +169,15 @@ def test_training_equals_decoding_in_every_combination(
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", AXES["layout"])
 def test_bf16_training_equals_decoding_within_its_rounding(random_model, layout):
-    """bf16 carries 8 bits: z of norm √H agrees to 0.1 in its largest element after three blocks, 0.02 on average."""
+    """bf16 carries 8 bits: z of norm √H agrees to 0.1 in its largest element after three blocks,
+    0.02 on average."""
     model = make(random_model, checkpointing=True).to("cuda", torch.bfloat16)
     inputs, real, rows = inputs_of(model, layout)
     with torch.device("cuda"), torch.no_grad():
         _, z = slow(model, rows)
-        again = model.latent_states(**{name: table.cuda() for name, table in inputs.items()}).latents
+        again = model.latent_states(
+            **{name: table.cuda() for name, table in inputs.items()}
+        ).latents
     assert (again - z).abs().max() <= 0.1 and (again - z).abs().float().mean() <= 0.02
 
 
@@ -230,7 +251,9 @@ def test_checkpointing_drops_the_activations_of_text_and_computes_them_once_more
         inputs, real, _ = inputs_of(model, "right")
         counts = []
         for layer in model.model.layers:
-            layer.mlp.register_forward_pre_hook(lambda module, args: counts.append(args[0].shape[1]))
+            layer.mlp.register_forward_pre_hook(
+                lambda module, args: counts.append(args[0].shape[1])
+            )
         held, weights = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
 
         def pack(x):
@@ -239,7 +262,9 @@ def test_checkpointing_drops_the_activations_of_text_and_computes_them_once_more
 
         with saved_tensors_hooks(pack, lambda x: x):
             loss = model.latent_states(**inputs).hidden[real].sum()
-        saved[checkpointing] = sum(x.untyped_storage().nbytes() for at, x in held.items() if at not in weights)
+        saved[checkpointing] = sum(
+            x.untyped_storage().nbytes() for at, x in held.items() if at not in weights
+        )
         loss.backward()
         runs[checkpointing] = sum(counts)
     tokens, latents = int(real.sum()), 4 * sum(len(starts) for _, starts in LAYOUTS)
@@ -313,8 +338,15 @@ def test_a_third_family_is_one_line():
     torch.manual_seed(0)
     model = model_class(
         config_class(
-            vocab_size=1000, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, num_latent=4, latent_token_id=990, initializer_range=0.1,
+            vocab_size=1000,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_latent=4,
+            latent_token_id=990,
+            initializer_range=0.1,
         )
     ).train()
     model.gradient_checkpointing_enable()
@@ -330,7 +362,9 @@ def test_a_third_family_is_one_line():
 
 
 def test_sliding_window_layers_are_refused():
-    base = Qwen2Config(use_sliding_window=True, sliding_window=16, max_window_layers=1, num_hidden_layers=2).to_dict()
+    base = Qwen2Config(
+        use_sliding_window=True, sliding_window=16, max_window_layers=1, num_hidden_layers=2
+    ).to_dict()
     base.pop("model_type")
     with pytest.raises(ValueError, match="sliding-window"):
         LatentQwen2ForCausalLM(LatentQwen2Config(**base, latent_token_id=5))
@@ -342,20 +376,26 @@ def test_the_projector_stays_float32_and_its_gain_moves_under_a_bf16_trunk_with_
     model = model.to(torch.bfloat16).train()
     for name, parameter in model.model.projector.named_parameters():
         assert parameter.dtype == torch.float32 and torch.equal(parameter, before[name])
-    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    wrapped = get_peft_model(
+        model, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
     model.model.projector.requires_grad_(True)
     weights = [p for p in wrapped.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=1e-4, weight_decay=0.0)
     ids, mask, _ = batch_of(model, LAYOUTS, "right")
     for _ in range(2):
-        wrapped(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+        wrapped(
+            input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)
+        ).loss.backward()
         optimizer.step()
     assert model.model.embed_tokens.weight.dtype == torch.bfloat16
     moved = (model.model.projector.norm.weight - before["norm.weight"]).abs()
     assert (moved > 1e-5).float().mean() > 0.9
 
 
-def test_given_latents_reproduce_the_recomputed_hidden_states_in_one_forward(random_model, monkeypatch):
+def test_given_latents_reproduce_the_recomputed_hidden_states_in_one_forward(
+    random_model, monkeypatch
+):
     model, _ = random_model()
     ids, mask, _ = batch_of(model, LAYOUTS, "right")
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Length rewards: the published formulas by hand, the edge cases, and a trainer that shortens what it should."""
+"""Length rewards: the published formulas by hand, the edge cases, and a trainer that shortens what
+it should."""
 
 import copy
 import importlib.util
@@ -9,7 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from alar.baselines.length_rewards import (
+from alar.domains.search.environment import SearchEnvironment
+from alar.domains.search.questions import training_questions
+from alar.engines.verl import Job
+from alar.engines.verl.settings import hydra_values
+from alar.methods.length_rewards import (
     LengthReward,
     Reference,
     Sample,
@@ -29,12 +34,8 @@ from alar.records import Origin
 from alar.rl.config import RLConfig
 from alar.rl.rollouts import Summary, mode_plan, rewards_of, token_advantages, validation_metrics
 from alar.rl.trainer import ARGRPO, make_batch, token_logprobs
-from alar.rl.verl import Job
-from alar.rl.verl.settings import hydra_values
 from alar.rollout.engine import Sampling
 from alar.rollout.loop import run
-from alar.search.environment import SearchEnvironment
-from alar.search.questions import training_questions
 
 ENVIRONMENT = SearchEnvironment()
 CONFIG = RLConfig(
@@ -48,7 +49,9 @@ def samples(*triples) -> list[Sample]:
     return [Sample(group, correct, length, f"q{group}") for group, correct, length in triples]
 
 
-MIXED = samples((0, True, 120), (1, False, 50), (0, False, 40), (0, True, 200), (1, False, 70), (2, True, 30))
+MIXED = samples(
+    (0, True, 120), (1, False, 50), (0, False, 40), (0, True, 200), (1, False, 70), (2, True, 30)
+)
 
 
 def test_shorterbetter_aims_at_the_shortest_correct_sample_or_the_groups_mean():
@@ -59,7 +62,11 @@ def test_shorterbetter_aims_at_the_shortest_correct_sample_or_the_groups_mean():
 
 
 def test_rounds_share_the_steps():
-    assert round_lengths(4, 3) == [2, 1, 1] and round_lengths(5, 4) == [2, 1, 1, 1] and round_lengths(9, 3) == [3, 3, 3]
+    assert (
+        round_lengths(4, 3) == [2, 1, 1]
+        and round_lengths(5, 4) == [2, 1, 1, 1]
+        and round_lengths(9, 3) == [3, 3, 3]
+    )
     with pytest.raises(ValueError, match="3 rounds in 2 steps"):
         round_lengths(2, 3)
 
@@ -86,17 +93,31 @@ def test_o1_pruner_compares_with_the_references_means():
 
 def test_a_rollout_without_a_token_has_a_finite_reward_under_each():
     empty = samples((0, False, 0), (0, False, 0), (1, True, 0))
-    assert shorter_better(empty) == [0, 0, 2] and think_prune(empty, 5) == [0, 0, 1] and o1_pruner(empty) == [0, 0, 0]
+    assert (
+        shorter_better(empty) == [0, 0, 2]
+        and think_prune(empty, 5) == [0, 0, 1]
+        and o1_pruner(empty) == [0, 0, 0]
+    )
     assert o1_pruner(empty[:1], 2.0, {"q0": Reference(8.0, 0.25)}) == [8.0 - 1 - 0.5]
     for kind in ("shorterbetter", "thinkprune", "o1pruner"):
         assert length_rewards([], LengthReward(kind)) == []
 
 
 def test_the_settings_choose_the_formula_and_references_come_from_their_file(tmp_path):
-    assert length_rewards(MIXED, LengthReward("shorterbetter", length_weight=0.01)) == shorter_better(MIXED, 2.0, 0.01)
-    assert length_rewards(MIXED, LengthReward("thinkprune", token_limit=50)) == think_prune(MIXED, 50)
-    assert length_rewards(MIXED, LengthReward("o1pruner", accuracy_weight=5.0)) == o1_pruner(MIXED, 5.0)
-    path = str(write_references(tmp_path / "means.jsonl", {f"q{n}": Reference(90.0, 0.75) for n in range(2)}))
+    assert length_rewards(
+        MIXED, LengthReward("shorterbetter", length_weight=0.01)
+    ) == shorter_better(MIXED, 2.0, 0.01)
+    assert length_rewards(MIXED, LengthReward("thinkprune", token_limit=50)) == think_prune(
+        MIXED, 50
+    )
+    assert length_rewards(MIXED, LengthReward("o1pruner", accuracy_weight=5.0)) == o1_pruner(
+        MIXED, 5.0
+    )
+    path = str(
+        write_references(
+            tmp_path / "means.jsonl", {f"q{n}": Reference(90.0, 0.75) for n in range(2)}
+        )
+    )
     with pytest.raises(KeyError, match="'q2' has no reference means"):
         length_rewards(MIXED, LengthReward("o1pruner", reference=path))
     found = length_rewards(MIXED[:5], LengthReward("o1pruner", reference=path))
@@ -125,17 +146,26 @@ def test_the_limit_stands_at_the_end_of_the_user_turn_and_nowhere_else():
     plain, limited = list(SEARCH.prompt(question)), list(stated_limit(SEARCH, 80).prompt(question))
     assert [type(piece) for piece in plain] == [type(piece) for piece in limited]
     assert limited[1] == plain[1] + "Use at most 80 tokens.\n" and limited[::2] == plain[::2]
-    from alar.tool.protocol import TOOL
-    from alar.tool.questions import training_questions as requests
+    from alar.domains.tool.protocol import TOOL
+    from alar.domains.tool.questions import training_questions as requests
 
-    plain, limited = (list(form.prompt(requests(1, seed=0)[0])) for form in (TOOL, stated_limit(TOOL, 80)))
+    plain, limited = (
+        list(form.prompt(requests(1, seed=0)[0])) for form in (TOOL, stated_limit(TOOL, 80))
+    )
     changed = [number for number, (a, b) in enumerate(zip(plain, limited, strict=True)) if a != b]
     assert len(changed) == 1 and limited[changed[0]].endswith("\nUse at most 80 tokens.\n")
     assert isinstance(limited[changed[0] + 1], Trusted)
     prune = LengthReward("thinkprune", token_limit=80)
     asking = with_stated_limit(ENVIRONMENT, prune)
-    assert list(asking.form.prompt(question)) == list(stated_limit(SEARCH, 80).prompt(question)) and ENVIRONMENT.form is SEARCH
-    for unchanged in (None, replace(prune, state_limit=False), LengthReward("o1pruner", token_limit=80)):
+    assert (
+        list(asking.form.prompt(question)) == list(stated_limit(SEARCH, 80).prompt(question))
+        and ENVIRONMENT.form is SEARCH
+    )
+    for unchanged in (
+        None,
+        replace(prune, state_limit=False),
+        LengthReward("o1pruner", token_limit=80),
+    ):
         assert with_stated_limit(ENVIRONMENT, unchanged) is ENVIRONMENT
 
 
@@ -147,7 +177,15 @@ def shipped():
 def trainer_of(shipped, folder, **changes) -> ARGRPO:
     model, tokenizer = shipped
     asked = training_questions(4, worlds=1, seed=3)
-    return ARGRPO(copy.deepcopy(model), tokenizer, ENVIRONMENT, asked, [], replace(CONFIG, **changes), folder=folder)
+    return ARGRPO(
+        copy.deepcopy(model),
+        tokenizer,
+        ENVIRONMENT,
+        asked,
+        [],
+        replace(CONFIG, **changes),
+        folder=folder,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -161,31 +199,44 @@ def written(shipped, tmp_path_factory):
 def test_rollouts_reason_in_text_only_and_length_is_what_the_policy_wrote(written):
     trainer, trajectories, groups = written
     assert {mode_plan(CONFIG, 1)(row, turn) for row in range(16) for turn in range(3)} == {"off"}
-    assert not any(turn.forced_mode or turn.mode == "latent" for t in trajectories for turn in t.turns)
+    assert not any(
+        turn.forced_mode or turn.mode == "latent" for t in trajectories for turn in t.turns
+    )
     summaries = [Summary.of(t, trainer.engine.codec) for t in trajectories]
     lengths = [sum(origin == Origin.SAMPLED for origin in t.origins) for t in trajectories]
-    expected = shorter_better([Sample(g, t.correct, n) for g, t, n in zip(groups, trajectories, lengths)])
+    expected = shorter_better(
+        [Sample(g, t.correct, n) for g, t, n in zip(groups, trajectories, lengths)]
+    )
     assert rewards_of(summaries, groups, CONFIG, 1) == expected
     checked = validation_metrics(summaries, CONFIG)
-    assert checked["validation_reward"] == checked["validation_accuracy"] == sum(t.correct for t in trajectories) / 16
+    assert (
+        checked["validation_reward"]
+        == checked["validation_accuracy"]
+        == sum(t.correct for t in trajectories) / 16
+    )
 
 
 @pytest.mark.parametrize("kind", ["shorterbetter", "thinkprune", "o1pruner"])
 def test_one_step_makes_shorter_rollouts_likelier(shipped, written, tmp_path, kind):
-    """Weighted by new over old probability, the same correct rollouts are shorter on average than they were."""
+    """Weighted by new over old probability, the same correct rollouts are shorter on average than
+    they were."""
     trajectories, groups = written[1][:8], [0] * 8
     lengths = torch.tensor([float(t.generated_tokens) for t in trajectories])
     reward = LengthReward(kind, token_limit=int(lengths.median()))
     trainer = trainer_of(shipped, tmp_path, temperature=1.3, length_reward=reward)
     summaries = [replace(Summary.of(t, trainer.engine.codec), correct=True) for t in trajectories]
     rewards = rewards_of(summaries, groups, trainer.config, 1)
-    advantages, _ = token_advantages(summaries, [len(t.ids) for t in trajectories], rewards, groups, trainer.config, 1)
+    advantages, _ = token_advantages(
+        summaries, [len(t.ids) for t in trajectories], rewards, groups, trainer.config, 1
+    )
     batch = make_batch(trajectories, advantages, 0)
 
     def totals():
         with torch.no_grad():
             found = token_logprobs(trainer.model, batch, temperature=1.3, latents="recomputed")
-        return torch.zeros(len(trajectories)).index_add_(0, batch.mask[:, 1:].nonzero()[:, 0], found)
+        return torch.zeros(len(trajectories)).index_add_(
+            0, batch.mask[:, 1:].nonzero()[:, 0], found
+        )
 
     before = totals()
     trainer._update(trajectories, advantages)
@@ -193,10 +244,14 @@ def test_one_step_makes_shorter_rollouts_likelier(shipped, written, tmp_path, ki
     assert float((weights * lengths).sum()) < float(lengths.mean()) - 0.2
 
 
-def test_without_a_reference_file_o1_pruner_learns_from_what_the_reference_writes(shipped, tmp_path):
+def test_without_a_reference_file_o1_pruner_learns_from_what_the_reference_writes(
+    shipped, tmp_path
+):
     small = {"group_size": 2, "max_new_tokens": 12, "max_turns": 2}
     published = trainer_of(shipped, tmp_path / "a", length_reward=LengthReward("o1pruner"), **small)
-    means = write_references(tmp_path / "means.jsonl", {q.id: Reference(80.0, 1.0) for q in published.questions})
+    means = write_references(
+        tmp_path / "means.jsonl", {q.id: Reference(80.0, 1.0) for q in published.questions}
+    )
     on_policy = LengthReward("o1pruner", reference=str(means))
     ours = trainer_of(shipped, tmp_path / "b", length_reward=on_policy, **small)
     for trainer in (published, ours):
@@ -208,20 +263,34 @@ def test_without_a_reference_file_o1_pruner_learns_from_what_the_reference_write
         Sampling(12, 1.0, stop=ENVIRONMENT.stop), modes="off", max_turns=2, seed=1,
     )  # fmt: skip
     assert published.sampler.model is published.reference and ours.sampler is ours.engine
-    assert [t.ids for t in rolled["reference"]] == [t.ids for t in expected] != [t.ids for t in rolled["policy"]]
+    assert (
+        [t.ids for t in rolled["reference"]]
+        == [t.ids for t in expected]
+        != [t.ids for t in rolled["policy"]]
+    )
     summaries = [Summary.of(t, published.engine.codec) for t in expected]
     rewards = rewards_of(summaries, [0, 0, 1, 1], published.config, 1)
-    assert token_advantages(summaries, [3] * 4, rewards, [0, 0, 1, 1], published.config, 1)[1] == rewards
+    assert (
+        token_advantages(summaries, [3] * 4, rewards, [0, 0, 1, 1], published.config, 1)[1]
+        == rewards
+    )
 
 
 def test_a_whole_training_notes_the_tokens_that_it_was_over(shipped, tmp_path, monkeypatch):
     rows = []
-    trainer = trainer_of(shipped, tmp_path, steps=1, prompts_per_step=1, group_size=4, max_new_tokens=12)
+    trainer = trainer_of(
+        shipped, tmp_path, steps=1, prompts_per_step=1, group_size=4, max_new_tokens=12
+    )
     seen, update = [], trainer._update
-    monkeypatch.setattr(trainer, "_update", lambda ts, a: seen.append(sum(len(t.ids) for t in ts)) or update(ts, a))
+    monkeypatch.setattr(
+        trainer, "_update", lambda ts, a: seen.append(sum(len(t.ids) for t in ts)) or update(ts, a)
+    )
     trainer.fit(log=rows.append)
     assert rows[0]["trained_tokens"] == seen[0]
-    assert rows[0]["latent_share"] == 0 and rows[0]["mutual_information"] != rows[0]["mutual_information"]
+    assert (
+        rows[0]["latent_share"] == 0
+        and rows[0]["mutual_information"] != rows[0]["mutual_information"]
+    )
 
 
 def test_a_job_for_verl_carries_the_reward_and_refuses_what_verl_cannot_sample(tmp_path):
@@ -230,41 +299,61 @@ def test_a_job_for_verl_carries_the_reward_and_refuses_what_verl_cannot_sample(t
         return Job(model="", folder=str(tmp_path), prompts="", validation="", rl=rl)
 
     ours = job(kind="thinkprune", token_limit=77)
-    assert Job.read(ours.save()) == ours and Job.of(json.loads(json.dumps(asdict(ours)))).rl.length_reward.token_limit == 77
+    assert (
+        Job.read(ours.save()) == ours
+        and Job.of(json.loads(json.dumps(asdict(ours)))).rl.length_reward.token_limit == 77
+    )
     assert hydra_values(ours)["alar"]["rl"]["length_reward"]["kind"] == "thinkprune"
     with pytest.raises(ValueError, match="length_reward.reference"):
         job(kind="o1pruner")
     job(kind="o1pruner", reference="means.jsonl")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed: python run_all.py --install engines")
+@pytest.mark.skipif(
+    importlib.util.find_spec("verl") is None,
+    reason="verl is not installed: python run_all.py --install engines",
+)
 @pytest.mark.parametrize("kind", ["shorterbetter", "thinkprune", "o1pruner"])
-def test_verls_trainer_gives_the_rewards_of_the_single_process_one(written, tmp_path, monkeypatch, kind):
+def test_verls_trainer_gives_the_rewards_of_the_single_process_one(
+    written, tmp_path, monkeypatch, kind
+):
     """`_compute_advantage` on a step's rollouts as the queue holds them; no Ray."""
-    from alar.rl.verl import trainer as module
-    from alar.rl.verl.agent import to_output
+    from alar.engines.verl import trainer as module
+    from alar.engines.verl.agent import to_output
 
     _, trajectories, groups = written
     codec, reward = written[0].engine.codec, LengthReward(kind, token_limit=90)
     if kind == "o1pruner":
-        path = write_references(tmp_path / "m.jsonl", {t.question.id: Reference(100.0, 0.5) for t in trajectories})
+        path = write_references(
+            tmp_path / "m.jsonl", {t.question.id: Reference(100.0, 0.5) for t in trajectories}
+        )
         reward = replace(reward, reference=str(path))
     rl = replace(CONFIG, length_reward=reward)
     outputs = [to_output(t, codec, step=1, p_latent=(), cached=False) for t in trajectories]
     fields = {"uid": [str(g) for g in groups], "extra_fields": [o.extra_fields for o in outputs]}
-    masks = torch.nested.as_nested_tensor([torch.tensor(o.response_mask) for o in outputs], layout=torch.jagged)
-    listed = {name: SimpleNamespace(tolist=lambda v=v: v) for name, v in fields.items()} | {"response_mask": masks}
+    masks = torch.nested.as_nested_tensor(
+        [torch.tensor(o.response_mask) for o in outputs], layout=torch.jagged
+    )
+    listed = {name: SimpleNamespace(tolist=lambda v=v: v) for name, v in fields.items()} | {
+        "response_mask": masks
+    }
     written_back = {}
     monkeypatch.setattr(module.tq, "kv_batch_get", lambda **_: listed)
-    monkeypatch.setattr(module.tq, "kv_batch_put", lambda *, fields, **_: written_back.update(fields.items()))
+    monkeypatch.setattr(
+        module.tq, "kv_batch_put", lambda *, fields, **_: written_back.update(fields.items())
+    )
     trainer = object.__new__(module.LatentTrainer)
     trainer.job, trainer.row, trainer.global_steps = SimpleNamespace(rl=rl), {}, 1
     batch = SimpleNamespace(keys=fields["uid"], partition_id="train", tags=[{} for _ in outputs])
     trainer._compute_advantage(batch, {})
     summaries = [Summary.of(t, codec) for t in trajectories]
     expected = rewards_of(summaries, groups, rl, 1)
-    assert [float(row[-1]) for row in written_back["rm_scores"].unbind()] == pytest.approx(expected, abs=1e-6)
-    _, whole = token_advantages(summaries, [len(t.ids) for t in trajectories], expected, groups, rl, 1)
+    assert [float(row[-1]) for row in written_back["rm_scores"].unbind()] == pytest.approx(
+        expected, abs=1e-6
+    )
+    _, whole = token_advantages(
+        summaries, [len(t.ids) for t in trajectories], expected, groups, rl, 1
+    )
     for row, value, output in zip(written_back["advantages"].unbind(), whole, outputs, strict=True):
         assert row.tolist() == pytest.approx([value * m for m in output.response_mask], abs=1e-6)
     assert trainer.row["trained_tokens"] == sum(len(t.ids) for t in trajectories)

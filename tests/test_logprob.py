@@ -1,4 +1,5 @@
-"""The log-prob reward: equal to a slow computation one by one, z fed again as recorded, and the same numbers over HTTP."""
+"""The log-prob reward: equal to a slow computation one by one, z fed again as recorded, and the
+same numbers over HTTP."""
 
 import threading
 import time
@@ -13,22 +14,32 @@ import torch
 import uvicorn
 
 from alar import protocol
-from alar.baselines.dual.build import build
-from alar.baselines.logprob import INVALID, OPEN, LogProbReward, LogProbScorer, case_of, group_normalised, mixed_rewards
-from alar.baselines.logprob.client import HTTPScorer, ScorerError
-from alar.baselines.logprob.server import TextCase, create_app, text_case
+from alar.domains.search.environment import SearchEnvironment
+from alar.domains.search.questions import training_questions, validation_questions
+from alar.domains.tool.protocol import TOOL
+from alar.methods.dual.build import build
+from alar.methods.logprob import (
+    INVALID,
+    OPEN,
+    LogProbReward,
+    LogProbScorer,
+    case_of,
+    group_normalised,
+    mixed_rewards,
+)
+from alar.methods.logprob.client import HTTPScorer, ScorerError
+from alar.methods.logprob.server import TextCase, create_app, text_case
 from alar.model import load, load_base
 from alar.records import Origin, Question, Trajectory, TurnRecord
 from alar.rl import trainer as module
 from alar.rl.trainer import ARGRPO, RLConfig
-from alar.search.environment import SearchEnvironment
-from alar.search.questions import training_questions, validation_questions
-from alar.tool.protocol import TOOL
 
 PASSAGE = protocol.observation_text([("Peru", "Lima • is its capital.")])
 
 
-def recorded(codec, modes, *, golds=("Peru",), width=64, seed=0, thought="Lima is in Peru.") -> Trajectory:
+def recorded(
+    codec, modes, *, golds=("Peru",), width=64, seed=0, thought="Lima is in Peru."
+) -> Trajectory:
     """A trajectory with one turn per mode, z drawn at random: not what the model would compute."""
     question = Question(f"q{seed}", "Where is Lima?", golds)
     ids = codec.prompt(question.text)
@@ -44,11 +55,22 @@ def recorded(codec, modes, *, golds=("Peru",), width=64, seed=0, thought="Lima i
         ids, origins = ids + written + seen, origins + marks + [Origin.OBSERVATION] * len(seen)
     count = sum(origin == Origin.LATENT for origin in origins)
     z = np.random.default_rng(seed).normal(size=(count, width)).astype(np.float32)
-    return Trajectory(question, ids, [int(o) for o in origins], [float("nan")] * len(ids), z, turns, "Bolivia", False, "answer")
+    return Trajectory(
+        question,
+        ids,
+        [int(o) for o in origins],
+        [float("nan")] * len(ids),
+        z,
+        turns,
+        "Bolivia",
+        False,
+        "answer",
+    )
 
 
 def slow_score(model, codec, trajectory, gold, modes, thought="Lima is in Peru.") -> float:
-    """The turn written anew with the gold as its answer, run alone through transformers, token by token."""
+    """The turn written anew with the gold as its answer, run alone through transformers, token by
+    token."""
     last, text = trajectory.turns[-1], f"\n\n<answer>{gold}</answer>"
     if modes[-1] == "latent":
         written, _ = codec.latent_turn("answer", gold, first=len(modes) == 1)
@@ -59,18 +81,28 @@ def slow_score(model, codec, trajectory, gold, modes, thought="Lima is in Peru."
     encoded = codec.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     assert ids[-len(encoded.input_ids) :] == encoded.input_ids
     begin = text.index("<answer>") + len("<answer>")
-    total, scored = 0.0, [
-        len(ids) - len(encoded.input_ids) + n for n, (start, end) in enumerate(encoded.offset_mapping)
-        if end > begin and start < begin + len(gold)
-    ]
+    total, scored = (
+        0.0,
+        [
+            len(ids) - len(encoded.input_ids) + n
+            for n, (start, end) in enumerate(encoded.offset_mapping)
+            if end > begin and start < begin + len(gold)
+        ],
+    )
     with torch.no_grad():
         inputs = model.get_input_embeddings()(torch.tensor(ids))
         where = [n for n, token in enumerate(ids) if token == codec.latent_token_id]
         if where:
             inputs[where] = torch.as_tensor(trajectory.latents)
-        logits = model.lm_head(model.model(inputs_embeds=inputs[None], use_cache=False).last_hidden_state[0])
+        logits = model.lm_head(
+            model.model(inputs_embeds=inputs[None], use_cache=False).last_hidden_state[0]
+        )
     for place in scored:
-        allowed = logits[place - 1] if codec.latent_token_id is None else logits[place - 1, : codec.latent_token_id]
+        allowed = (
+            logits[place - 1]
+            if codec.latent_token_id is None
+            else logits[place - 1, : codec.latent_token_id]
+        )
         total += float(torch.log_softmax(allowed, -1)[ids[place]])
     return total / len(scored)
 
@@ -80,7 +112,14 @@ def scorer(random_model):
     return LogProbScorer(*random_model(), batch_tokens=700)
 
 
-MODES = [("think",), ("latent",), ("think", "latent"), ("latent", "think"), ("latent", "latent", "think"), ("think",) * 3]
+MODES = [
+    ("think",),
+    ("latent",),
+    ("think", "latent"),
+    ("latent", "think"),
+    ("latent", "latent", "think"),
+    ("think",) * 3,
+]
 
 
 @pytest.mark.parametrize("latent", [True, False])
@@ -91,7 +130,9 @@ def test_scores_equal_a_slow_computation_one_by_one(scorer, random_model, latent
     plans = [modes for modes in MODES if latent or "latent" not in modes]
     batch = [recorded(scorer.codec, modes, golds=golds, seed=n) for n, modes in enumerate(plans)]
     for modes, trajectory, score in zip(plans, batch, scorer.score(batch), strict=True):
-        slow = {gold: slow_score(scorer.model, scorer.codec, trajectory, gold, modes) for gold in golds}
+        slow = {
+            gold: slow_score(scorer.model, scorer.codec, trajectory, gold, modes) for gold in golds
+        }
         assert score.gold == max(slow, key=slow.get)
         assert score.value == pytest.approx(max(slow.values()), abs=1e-5)
         for gold in golds:
@@ -100,7 +141,8 @@ def test_scores_equal_a_slow_computation_one_by_one(scorer, random_model, latent
 
 
 def test_answers_of_a_dual_vocabulary_have_the_probabilities_of_its_base(random_model, tmp_path):
-    """Right for an untrained full copy only where mirrors have no probability: with them every answer token loses ln 2."""
+    """Right for an untrained full copy only where mirrors have no probability: with them every
+    answer token loses ln 2."""
     base = random_model()[0].config._name_or_path
     build(base, tmp_path, think_missing="literal")
     ordinary, dual = LogProbScorer(*load_base(base)), LogProbScorer(*load(tmp_path))
@@ -108,9 +150,15 @@ def test_answers_of_a_dual_vocabulary_have_the_probabilities_of_its_base(random_
         mirrored = recorded(dual.codec, modes)
         plain = replace(mirrored, ids=dual.codec.dual.to_source(mirrored.ids))
         assert plain.ids != mirrored.ids
-        assert dual.score([mirrored])[0].value == pytest.approx(ordinary.score([plain])[0].value, abs=1e-5)
-    with pytest.raises(ValueError, match="response: this model thinks in mirrors .* send the record"):
-        text_case(TextCase(question="Where?", response="<think>x</think>", golds=["Peru"]), dual.codec)
+        assert dual.score([mirrored])[0].value == pytest.approx(
+            ordinary.score([plain])[0].value, abs=1e-5
+        )
+    with pytest.raises(
+        ValueError, match="response: this model thinks in mirrors .* send the record"
+    ):
+        text_case(
+            TextCase(question="Where?", response="<think>x</think>", golds=["Peru"]), dual.codec
+        )
 
 
 def test_z_is_fed_as_recorded(scorer):
@@ -124,7 +172,12 @@ def test_z_is_fed_as_recorded(scorer):
 
 def test_what_the_policy_answered_does_not_matter(scorer):
     trajectory = recorded(scorer.codec, ("latent", "think"))
-    cut = replace(trajectory, ids=trajectory.ids[:-6], origins=trajectory.origins[:-6], logprobs=trajectory.logprobs[:-6])
+    cut = replace(
+        trajectory,
+        ids=trajectory.ids[:-6],
+        origins=trajectory.origins[:-6],
+        logprobs=trajectory.logprobs[:-6],
+    )
     cut.turns[-1] = replace(cut.turns[-1], end=len(cut.ids))
     assert scorer.score([cut]) == scorer.score([trajectory])
 
@@ -132,7 +185,9 @@ def test_what_the_policy_answered_does_not_matter(scorer):
 def test_another_domains_answer_stands_as_its_form_writes_it(scorer):
     trajectory = recorded(scorer.codec, ("think",))
     case = case_of(trajectory, scorer.codec, TOOL)
-    assert (case.before[-3:], case.after) == (">\n\n", "") and "<answer>" in case_of(trajectory, scorer.codec).before
+    assert (case.before[-3:], case.after) == (">\n\n", "") and "<answer>" in case_of(
+        trajectory, scorer.codec
+    ).before
     (score,) = LogProbScorer(scorer.model, scorer.codec.tokenizer, TOOL).score([trajectory])
     assert score.gold == "Peru" and score.value != scorer.score([trajectory])[0].value
 
@@ -144,15 +199,28 @@ def test_reasoning_that_never_closes_and_questions_without_an_answer_have_their_
     no_gold = replace(good, question=replace(good.question, answers=(" ",)))
     long = recorded(scorer.codec, ("think",), thought="Lima is in Peru. " * 900)
     scores = scorer.score([open_turn, no_turn, no_gold, long, good])
-    assert [score.value for score in scores[:4]] == [OPEN, OPEN, INVALID, INVALID] == [-2.0, -2.0, -100.0, -100.0]
-    assert "never closes" in scores[0].problem and "no gold" in scores[2].problem and "positions" in scores[3].problem
+    assert (
+        [score.value for score in scores[:4]]
+        == [OPEN, OPEN, INVALID, INVALID]
+        == [-2.0, -2.0, -100.0, -100.0]
+    )
+    assert (
+        "never closes" in scores[0].problem
+        and "no gold" in scores[2].problem
+        and "positions" in scores[3].problem
+    )
     assert scores[4] == scorer.score([good])[0] and scores[4].problem == ""
 
 
 def test_group_normalisation_leaves_invalid_members_out():
-    values, groups = [-1.0, -3.0, -2.0, INVALID, -0.5, -7.0, -7.0, INVALID], [0, 0, 0, 0, "alone", 2, 2, 3]
+    values, groups = (
+        [-1.0, -3.0, -2.0, INVALID, -0.5, -7.0, -7.0, INVALID],
+        [0, 0, 0, 0, "alone", 2, 2, 3],
+    )
     three = (np.array([-1.0, -3.0, -2.0]) + 2) / np.std([-1.0, -3.0, -2.0], ddof=1)
-    assert group_normalised(values, groups) == pytest.approx([*three, 0.0, -0.5, 0.0, 0.0, 0.0], abs=1e-5)
+    assert group_normalised(values, groups) == pytest.approx(
+        [*three, 0.0, -0.5, 0.0, 0.0, 0.0], abs=1e-5
+    )
 
 
 def test_the_weight_mixes_exact_match_and_the_normalised_score():
@@ -163,7 +231,9 @@ def test_the_weight_mixes_exact_match_and_the_normalised_score():
     assert mixed(LogProbReward(0.25)) == pytest.approx([1.0, -0.25, 0.0, 0.625], abs=1e-5)
     assert mixed(LogProbReward(0.25, normalise=False)) == pytest.approx([0.5, -0.75, -0.5, 0.625])
     repaired = LogProbReward(1.0, normalise=False, variant="repaired")
-    assert mixed_rewards([OPEN, -9.0, INVALID, OPEN, -1.0], [False] * 5, [0, 0, 0, 1, 1], repaired) == [-9, -9, 0, -2, -1]
+    assert mixed_rewards(
+        [OPEN, -9.0, INVALID, OPEN, -1.0], [False] * 5, [0, 0, 0, 1, 1], repaired
+    ) == [-9, -9, 0, -2, -1]
     assert mixed_rewards([INVALID], [True], [0], LogProbReward(0.5, normalise=False)) == [0.5]
     with pytest.raises(ValueError, match="no log-prob score"):
         mixed_rewards([float("nan")], [True], [0], LogProbReward(0.5))
@@ -173,27 +243,48 @@ def test_the_weight_mixes_exact_match_and_the_normalised_score():
 
 
 CONFIG = RLConfig(
-    steps=2, prompts_per_step=2, group_size=3, learning_rate=1e-3, max_turns=2, max_new_tokens=24, trainable="full",
-    validation_every=1, gradient_accumulation=1, explore_fraction=1.0, logprob_reward=LogProbReward(0.5),
+    steps=2,
+    prompts_per_step=2,
+    group_size=3,
+    learning_rate=1e-3,
+    max_turns=2,
+    max_new_tokens=24,
+    trainable="full",
+    validation_every=1,
+    gradient_accumulation=1,
+    explore_fraction=1.0,
+    logprob_reward=LogProbReward(0.5),
 )
 
 
 def trainer(random_model, folder, **changes) -> ARGRPO:
     questions = training_questions(4, worlds=1, seed=0), validation_questions(2)
-    return ARGRPO(*random_model(), SearchEnvironment(), *questions, replace(CONFIG, **changes), folder=folder)
+    return ARGRPO(
+        *random_model(), SearchEnvironment(), *questions, replace(CONFIG, **changes), folder=folder
+    )
 
 
 def test_the_trainer_is_rewarded_with_the_frozen_models_scores(random_model, tmp_path, monkeypatch):
     ours, seen = trainer(random_model, tmp_path), {}
     alternate = ("think", "latent")  # forced everywhere: a random model opens no blocks itself
-    monkeypatch.setattr(module, "mode_plan", lambda config, step: lambda row, turn: alternate[(row + turn) % 2])
-    monkeypatch.setattr(module, "token_advantages", lambda s, n, rewards, *_: seen.update(rewards=rewards) or ([], []))
-    monkeypatch.setattr(module, "trained_rows", lambda rewards, groups, config: [False] * len(rewards))
+    monkeypatch.setattr(
+        module, "mode_plan", lambda config, step: lambda row, turn: alternate[(row + turn) % 2]
+    )
+    monkeypatch.setattr(
+        module,
+        "token_advantages",
+        lambda s, n, rewards, *_: seen.update(rewards=rewards) or ([], []),
+    )
+    monkeypatch.setattr(
+        module, "trained_rows", lambda rewards, groups, config: [False] * len(rewards)
+    )
     row = ours.step()
     trajectories, groups = ours.rollouts(1)
     scores = [score.value for score in LogProbScorer(*random_model()).score(trajectories)]
     assert any(len(t.latents) for t in trajectories) and len(set(scores)) > 2
-    assert seen["rewards"] == pytest.approx(mixed_rewards(scores, [t.correct for t in trajectories], groups, LogProbReward(0.5)))
+    assert seen["rewards"] == pytest.approx(
+        mixed_rewards(scores, [t.correct for t in trajectories], groups, LogProbReward(0.5))
+    )
     assert row["score"] == pytest.approx(np.mean(scores), abs=1e-5)
     monkeypatch.undo()
     assert ours.step()["trained_share"] == 1 and 0 <= ours.validate()["validation_reward"] <= 1
@@ -228,14 +319,18 @@ def served(scorer):
 
 class running:
     def __init__(self, scorer):
-        self.server = uvicorn.Server(uvicorn.Config(create_app(scorer), port=0, log_level="warning"))
+        self.server = uvicorn.Server(
+            uvicorn.Config(create_app(scorer), port=0, log_level="warning")
+        )
         self.thread = threading.Thread(target=self.server.run)
 
     def __enter__(self) -> str:
         self.thread.start()
         deadline = time.monotonic() + 30
         while not self.server.started:
-            assert time.monotonic() < deadline and self.thread.is_alive(), "the server did not start"
+            assert time.monotonic() < deadline and self.thread.is_alive(), (
+                "the server did not start"
+            )
             time.sleep(0.01)
         return f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}"
 
@@ -251,13 +346,21 @@ class running:
 def post(url, path, body):
     session = requests.Session()
     session.trust_env = False
-    content = {"data": body, "headers": {"Content-Type": "application/json"}} if isinstance(body, bytes) else {"json": body}
+    content = (
+        {"data": body, "headers": {"Content-Type": "application/json"}}
+        if isinstance(body, bytes)
+        else {"json": body}
+    )
     return session.post(url + path, timeout=30, **content)
 
 
 def as_text(codec, trajectory) -> dict:
     prompt = len(codec.prompt(trajectory.question.text))
-    return {"question": trajectory.question.text, "response": codec.text(trajectory.ids[prompt:]), "golds": ["Peru"]}
+    return {
+        "question": trajectory.question.text,
+        "response": codec.text(trajectory.ids[prompt:]),
+        "golds": ["Peru"],
+    }
 
 
 BAD = [  # body of /score → (status, words of the answer)
@@ -266,11 +369,19 @@ BAD = [  # body of /score → (status, words of the answer)
     ({"question": "Where?", "golds": ["Peru"]}, 422, "response"),
     ({"question": "Where?", "response": "x", "golds": "Peru"}, 422, "golds"),
     ({"question": "Where?", "response": "x", "golds": ["Peru"], "gold": "x"}, 422, "gold"),
-    ({"question": "Where?", "response": "<latent>••••</latent>", "golds": ["Peru"]}, 422, "send the record"),
+    (
+        {"question": "Where?", "response": "<latent>••••</latent>", "golds": ["Peru"]},
+        422,
+        "send the record",
+    ),
     ({"ids": [5, 10**9], "golds": ["Peru"]}, 422, "1000000000 is no token"),
     ({"ids": [5, -1], "golds": ["Peru"]}, 422, "-1 is no token"),
     ({"ids": [], "golds": ["Peru"]}, 422, "ids"),
-    ({"ids": [5], "latents": [[0.0] * 64], "golds": ["Peru"]}, 422, "1 vectors for 0 latent positions"),
+    (
+        {"ids": [5], "latents": [[0.0] * 64], "golds": ["Peru"]},
+        422,
+        "1 vectors for 0 latent positions",
+    ),
     (b'{"ids": [5], "latents": [[NaN]], "golds": ["Peru"]}', 422, "finite"),
     ([], 422, "body"),
 ]
@@ -287,46 +398,76 @@ def test_a_hundred_concurrent_requests_bad_ones_among_them_get_their_own_answers
 
     def ask(job):
         trajectory, expected, (body, _, _) = job
-        return post(url, "/score", body) if expected is None else HTTPScorer(url, codec).score([trajectory])[0]
+        return (
+            post(url, "/score", body)
+            if expected is None
+            else HTTPScorer(url, codec).score([trajectory])[0]
+        )
 
     with ThreadPoolExecutor(100) as pool:
         answers = list(pool.map(ask, jobs))
     for (_, expected, (_, status, words)), answer in zip(jobs, answers, strict=True):
         if expected is None:
-            assert answer.status_code == status and words in answer.text.lower().replace("\\u2022", "•"), answer.text
+            assert answer.status_code == status and words in answer.text.lower().replace(
+                "\\u2022", "•"
+            ), answer.text
             assert all(set(found) == {"loc", "msg", "type"} for found in answer.json()["detail"])
         else:
-            assert answer.gold == expected.gold and answer.value == pytest.approx(expected.value, abs=1e-5)
+            assert answer.gold == expected.gold and answer.value == pytest.approx(
+                expected.value, abs=1e-5
+            )
     assert sum(sizes) == 80 and len(sizes) < 40, "requests that arrive together should share calls"
 
 
 def test_a_text_scores_what_its_record_scores(scorer, served):
     url, _ = served
     trajectories = [recorded(scorer.codec, ("think",) * n, seed=n) for n in (1, 2, 3)]
-    answer = post(url, "/score_batch", {"cases": [as_text(scorer.codec, t) for t in trajectories]}).json()["scores"]
-    assert [found["score"] for found in answer] == pytest.approx([s.value for s in scorer.score(trajectories)], abs=1e-5)
+    answer = post(
+        url, "/score_batch", {"cases": [as_text(scorer.codec, t) for t in trajectories]}
+    ).json()["scores"]
+    assert [found["score"] for found in answer] == pytest.approx(
+        [s.value for s in scorer.score(trajectories)], abs=1e-5
+    )
     body = as_text(scorer.codec, trajectories[0])
     unclosed = body | {"response": "\n\n<think>Lima is in"}
-    assert post(url, "/score", unclosed).json() == {"score": OPEN, "gold": "", "problem": "the reasoning never closes"}
+    assert post(url, "/score", unclosed).json() == {
+        "score": OPEN,
+        "gold": "",
+        "problem": "the reasoning never closes",
+    }
     assert post(url, "/score", body | {"golds": [""]}).json()["score"] == INVALID
     assert post(url, "/score_batch", {"cases": []}).json() == {"scores": []}
 
 
 def test_one_bad_case_of_a_batch_is_named_by_its_place(served):
     good = {"ids": [5, 6], "golds": ["Peru"]}
-    answer = post(served[0], "/score_batch", {"cases": [good, good, {"ids": [10**9], "golds": ["Peru"]}]})
-    assert answer.status_code == 422 and answer.json()["detail"][0]["loc"] == ["body", "cases", 2, "record", "ids"]
+    answer = post(
+        served[0], "/score_batch", {"cases": [good, good, {"ids": [10**9], "golds": ["Peru"]}]}
+    )
+    assert answer.status_code == 422 and answer.json()["detail"][0]["loc"] == [
+        "body",
+        "cases",
+        2,
+        "record",
+        "ids",
+    ]
 
 
 def test_health_names_the_model(scorer, served):
     assert HTTPScorer(served[0], scorer.codec).health() == {
-        "status": "ok", "model_type": "latent_qwen2", "hidden_size": 64, "num_latent": 4, "positions": 2048,
+        "status": "ok",
+        "model_type": "latent_qwen2",
+        "hidden_size": 64,
+        "num_latent": 4,
+        "positions": 2048,
     }
 
 
 def test_a_failing_model_is_a_500_with_its_cause_never_a_score(scorer, served):
     client = HTTPScorer(served[0], scorer.codec, retries=1, backoff=0.01)
-    with pytest.raises(ScorerError, match="status 500: .*the model is gone.*2 attempts(.|\n)*logprob.server FOLDER"):
+    with pytest.raises(
+        ScorerError, match="status 500: .*the model is gone.*2 attempts(.|\n)*logprob.server FOLDER"
+    ):
         client.score([recorded(scorer.codec, ("think",), golds=("explode",))])
     assert client.score([recorded(scorer.codec, ("think",))])[0].value < 0
 
@@ -340,6 +481,8 @@ def test_requests_under_way_are_answered_before_the_server_ends(scorer):
         asked = pool.submit(HTTPScorer(url, scorer.codec, retries=0).score, [trajectory])
         assert entered.wait(20)
         server.stop()
-        assert asked.result(20)[0].value == pytest.approx(scorer.score([trajectory])[0].value, abs=1e-5)
+        assert asked.result(20)[0].value == pytest.approx(
+            scorer.score([trajectory])[0].value, abs=1e-5
+        )
     with pytest.raises(ScorerError, match="no connection"):
         HTTPScorer(url, scorer.codec, retries=0).health()

@@ -1,4 +1,5 @@
-"""The agent loop: the record agrees with itself, modes are forced as planned, observations stay what they are."""
+"""The agent loop: the record agrees with itself, modes are forced as planned, observations stay
+what they are."""
 
 import random
 
@@ -7,19 +8,20 @@ import pytest
 import torch
 
 from alar import protocol
+from alar.domains.search.environment import SearchEnvironment
+from alar.domains.search.questions import solved_questions, validation_questions
 from alar.records import Origin, Trajectory, read_trajectories, write_trajectories
 from alar.rollout.engine import Engine, Sampling, TurnOutput, TurnRequest
 from alar.rollout.hf import HFEngine, policy_logits
 from alar.rollout.loop import run
 from alar.rollout.modes import block_start, latent_probabilities
-from alar.search.environment import SearchEnvironment
-from alar.search.questions import solved_questions, validation_questions
 
 SAMPLING = Sampling(max_new_tokens=24)
 
 
 class Scripted(Engine):
-    """An engine that writes given turns, one a step: what the loop does with them is what is tested."""
+    """An engine that writes given turns, one a step: what the loop does with them is what is
+    tested."""
 
     def __init__(self, codec, turns):
         self.codec, self.turns, self.waiting, self.most, self.released = codec, turns, [], 0, []
@@ -35,7 +37,12 @@ class Scripted(Engine):
     def step(self):
         request = self.waiting.pop(0)
         ids = self.codec.untrusted(self.turns[request.session].pop(0))
-        return [(request, TurnOutput(ids, [int(Origin.SAMPLED)] * len(ids), [-0.5] * len(ids), [], "stop"))]
+        return [
+            (
+                request,
+                TurnOutput(ids, [int(Origin.SAMPLED)] * len(ids), [-0.5] * len(ids), [], "stop"),
+            )
+        ]
 
     def release(self, sessions):
         self.released += list(sessions)
@@ -48,7 +55,8 @@ def engine(random_model):
 
 def script(steps, first=True):
     return [
-        ("\n\n" if n == 0 else "") + f"{protocol.think_block(s.thought)}\n\n{protocol.action_text(s.action, s.argument)}"
+        ("\n\n" if n == 0 else "")
+        + f"{protocol.think_block(s.thought)}\n\n{protocol.action_text(s.action, s.argument)}"
         for n, s in enumerate(steps)
     ]
 
@@ -62,7 +70,9 @@ def test_expert_turns_find_their_passages_and_score_one(engine):
     for item, t in zip(solved, trajectories):
         assert [turn.action for turn in t.turns] == [step.action for step in item.steps]
         assert t.think_length == sum(len(step.thought) for step in item.steps)
-        observed = engine.codec.text([i for i, o in zip(t.ids, t.origins) if o == Origin.OBSERVATION])
+        observed = engine.codec.text(
+            [i for i, o in zip(t.ids, t.origins) if o == Origin.OBSERVATION]
+        )
         assert observed.count("<information>") == len(item.steps) - 1
 
 
@@ -71,12 +81,20 @@ def test_a_new_question_takes_the_place_of_one_that_is_answered(engine):
     scripted = Scripted(engine.codec, {row: script(item.steps) for row, item in enumerate(solved)})
     ticks, entered = [], []
     submit = scripted.submit
-    scripted.submit = lambda requests, sampling: entered.append([r.session for r in requests]) or submit(requests, sampling)
+    scripted.submit = lambda requests, sampling: (
+        entered.append([r.session for r in requests]) or submit(requests, sampling)
+    )
     trajectories = run(
-        [item.question for item in solved], scripted, SearchEnvironment(), SAMPLING, batch_size=3,
+        [item.question for item in solved],
+        scripted,
+        SearchEnvironment(),
+        SAMPLING,
+        batch_size=3,
         progress=lambda rows: (ticks.append(row) or row for row in rows),
     )
-    assert [t.question for t in trajectories] == [item.question for item in solved] and all(t.correct for t in trajectories)
+    assert [t.question for t in trajectories] == [item.question for item in solved] and all(
+        t.correct for t in trajectories
+    )
     assert scripted.most == 3 and ticks == list(range(12))
     firsts = [min(i for i, rows in enumerate(entered) if row in rows) for row in range(12)]
     assert entered[0] == [0, 1, 2] and len(set(firsts)) > 4  # not in batches of three
@@ -88,7 +106,9 @@ def test_an_environment_that_fails_leaves_the_engine_free_for_the_next_run(rando
             raise OSError("no server")
 
     engine, questions = HFEngine(*random_model()), validation_questions(3)
-    scripted = Scripted(engine.codec, {row: ["<think>so</think>\n\n<search>Peru</search>"] for row in range(3)})
+    scripted = Scripted(
+        engine.codec, {row: ["<think>so</think>\n\n<search>Peru</search>"] for row in range(3)}
+    )
     with pytest.raises(OSError):
         run(questions, scripted, Broken(), SAMPLING)
     assert sorted(scripted.released) == [0, 1, 2]
@@ -96,11 +116,16 @@ def test_an_environment_that_fails_leaves_the_engine_free_for_the_next_run(rando
     with pytest.raises(ValueError, match="still writes"):
         engine.generate([TurnRequest(1, engine.codec.prompt("x"), [])], SAMPLING)
     engine.release([0])
-    assert not engine.busy and len(engine.generate([TurnRequest(0, engine.codec.prompt("x"), [])], SAMPLING)) == 1
+    assert (
+        not engine.busy
+        and len(engine.generate([TurnRequest(0, engine.codec.prompt("x"), [])], SAMPLING)) == 1
+    )
 
 
 def test_an_unparsable_action_gets_the_hint_and_the_last_turn_ends_the_trajectory(engine):
-    scripted = Scripted(engine.codec, {0: ["\n\nnothing", "<think>so</think>\n\n<search>Peru</search>", "again"]})
+    scripted = Scripted(
+        engine.codec, {0: ["\n\nnothing", "<think>so</think>\n\n<search>Peru</search>", "again"]}
+    )
     question = solved_questions("real", 1, 0)[0].question
     (t,) = run([question], scripted, SearchEnvironment(), SAMPLING, max_turns=3)
     assert protocol.INVALID_ACTION in engine.codec.text(t.ids)
@@ -111,21 +136,39 @@ def test_an_unparsable_action_gets_the_hint_and_the_last_turn_ends_the_trajector
 def test_records_agree_with_themselves_and_survive_the_disk(engine, tmp_path):
     plan = {0: "latent", 1: "think", 2: "free", 3: "latent"}
     trajectories = run(
-        validation_questions(12), engine, SearchEnvironment(), SAMPLING, modes=lambda row, turn: plan[turn], max_turns=4
+        validation_questions(12),
+        engine,
+        SearchEnvironment(),
+        SAMPLING,
+        modes=lambda row, turn: plan[turn],
+        max_turns=4,
     )
     for t in trajectories:
         t.check()
-        assert [o == Origin.LATENT for o in t.origins] == [token == engine.codec.latent_token_id for token in t.ids]
+        assert [o == Origin.LATENT for o in t.origins] == [
+            token == engine.codec.latent_token_id for token in t.ids
+        ]
         assert t.generated_tokens == sum(turn.end - turn.start for turn in t.turns)
         for number, turn in enumerate(t.turns):
             assert turn.forced_mode == plan[number].replace("free", "")
             begin = block_start(t, number, engine.codec)
             if plan[number] != "free":
-                tag = engine.codec.latent_open if plan[number] == "latent" else engine.codec.think_open
-                assert t.ids[begin : begin + 3] == tag and set(t.origins[begin : begin + 3]) == {Origin.FORCED}
+                tag = (
+                    engine.codec.latent_open
+                    if plan[number] == "latent"
+                    else engine.codec.think_open
+                )
+                assert t.ids[begin : begin + 3] == tag and set(t.origins[begin : begin + 3]) == {
+                    Origin.FORCED
+                }
     again = read_trajectories(write_trajectories(tmp_path / "t.jsonl", trajectories))
     for one, other in zip(trajectories, again, strict=True):
-        assert (one.ids, one.origins, one.turns, one.question) == (other.ids, other.origins, other.turns, other.question)
+        assert (one.ids, one.origins, one.turns, one.question) == (
+            other.ids,
+            other.origins,
+            other.turns,
+            other.question,
+        )
         assert np.array_equal(one.latents, other.latents)
         assert np.allclose(one.logprobs, other.logprobs, atol=1e-6, equal_nan=True)
 
@@ -149,7 +192,13 @@ def test_trajectories_do_not_depend_on_the_batch_size(random_model):
     for batch_size in (3, 10):
         engine = HFEngine(*random_model())
         trajectories = run(
-            questions, engine, SearchEnvironment(), Sampling(16, temperature=1.0), max_turns=3, batch_size=batch_size, seed=7
+            questions,
+            engine,
+            SearchEnvironment(),
+            Sampling(16, temperature=1.0),
+            max_turns=3,
+            batch_size=batch_size,
+            seed=7,
         )
         written.append([t.ids for t in trajectories])
     assert written[0] == written[1]
@@ -177,22 +226,34 @@ def slow_probability(model, codec, trajectory: Trajectory, turn: int) -> float:
 def test_mode_probabilities_equal_two_plain_forwards(engine):
     rng = random.Random(1)
     trajectories = run(
-        validation_questions(6), engine, SearchEnvironment(), SAMPLING,
-        modes=lambda row, turn: rng.choice(["latent", "think", "free"]), max_turns=3,
+        validation_questions(6),
+        engine,
+        SearchEnvironment(),
+        SAMPLING,
+        modes=lambda row, turn: rng.choice(["latent", "think", "free"]),
+        max_turns=3,
     )
     scores = latent_probabilities(engine.model, engine.codec, trajectories, cells=60_000)
     for t, row in zip(trajectories, scores, strict=True):
         assert len(row) == len(t.turns)
         for turn, p in enumerate(row):
-            assert p == pytest.approx(slow_probability(engine.model, engine.codec, t, turn), abs=1e-5)
+            assert p == pytest.approx(
+                slow_probability(engine.model, engine.codec, t, turn), abs=1e-5
+            )
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
-    [("logprobs", [], "different lengths"), ("origins", None, "do not agree"), ("latents", [], "latent vectors for")],
+    [
+        ("logprobs", [], "different lengths"),
+        ("origins", None, "do not agree"),
+        ("latents", [], "latent vectors for"),
+    ],
 )
 def test_a_record_that_contradicts_itself_is_refused(engine, tmp_path, field, value, message):
-    (t,) = run(validation_questions(1), engine, SearchEnvironment(), SAMPLING, modes="latent", max_turns=1)
+    (t,) = run(
+        validation_questions(1), engine, SearchEnvironment(), SAMPLING, modes="latent", max_turns=1
+    )
     record = t.to_json()
     if field == "origins":
         value = list(record["origins"])

@@ -6,7 +6,7 @@ import string
 import pytest
 from transformers.data.metrics import squad_metrics
 
-from alar.search import exact_match, normalize_answer
+from alar.domains.search import exact_match, normalize_answer
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from alar.search import exact_match, normalize_answer
         ("U.S.A.", "USA"),
         ("The Beatles", "beatles"),
         ("  an   apple\n", "Apple"),
-        ("\"Hello, World!\"", "hello world"),
+        ('"Hello, World!"', "hello world"),
         ("the a an cat", "cat"),
         ("Zürich", "zürich"),
     ],
@@ -28,7 +28,13 @@ def test_punctuation_goes_before_articles(prediction, gold):
 
 @pytest.mark.parametrize(
     ("prediction", "gold"),
-    [("Peru", "Peruvian sol"), ("1,000.5", "1000"), ("another", "other"), ("a-ha", "ha"), ("theatre", "atre")],
+    [
+        ("Peru", "Peruvian sol"),
+        ("1,000.5", "1000"),
+        ("another", "other"),
+        ("a-ha", "ha"),
+        ("theatre", "atre"),
+    ],
 )
 def test_different_answers_do_not_match(prediction, gold):
     assert not exact_match(prediction, [gold])
@@ -36,7 +42,23 @@ def test_different_answers_do_not_match(prediction, gold):
 
 def test_normalisation_equals_the_squad_script_on_random_text():
     rng = random.Random(0)
-    pieces = ["a", "an", "the", "The", "A", "cat", "U.S.A.", "A-ha", "–", "’", " ", "  ", "\t", "É", "1,5"]
+    pieces = [
+        "a",
+        "an",
+        "the",
+        "The",
+        "A",
+        "cat",
+        "U.S.A.",
+        "A-ha",
+        "–",
+        "’",
+        " ",
+        "  ",
+        "\t",
+        "É",
+        "1,5",
+    ]
     pieces += list(string.punctuation)
     for _ in range(3000):
         text = rng.choice(["", " "]).join(rng.choice(pieces) for _ in range(rng.randrange(8)))

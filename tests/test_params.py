@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from alar import params
-from alar.params.notebooks import NotebookError, declared_parameters
-from alar.params.sections import Experiment, defaults
+from alar.study import params
+from alar.study.params.notebooks import NotebookError, declared_parameters
+from alar.study.params.sections import Experiment, defaults
 
 FILES = sorted(path.stem for path in (Path(__file__).parents[1] / "params").glob("*.yaml"))
 
@@ -26,68 +26,171 @@ def problems(tmp_path, monkeypatch):
     return find
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("aasd:\n  learning_rat: 0.1", "params.yaml: aasd.learning_rat: unknown parameter, did you mean learning_rate?"),
-    ("aasd:\n  topk: 3", "params.yaml: aasd.topk: unknown parameter, did you mean retrieval.topk?"),
-    ("asd:\n  epochs: 1.0", "params.yaml: asd: unknown section, did you mean aasd?"),
-    ("aasd:\n  epochs: '3'", "params.yaml: aasd.epochs: '3' is a text, it must be a number"),
-    ("rl:\n  steps: 2.5", "params.yaml: rl.steps: 2.5 is a number, it must be a whole number"),
-    ("eval:\n  controls: 1", "params.yaml: eval.controls: 1 is a whole number, it must be true or false"),
-    ("eval:\n  bootstrap: true", "params.yaml: eval.bootstrap: True is true or false, it must be a whole number"),
-    ("run:\n  seed: 500", "params.yaml: run.seed: 500 is out of range; it must be less than 500"),
-    ("run:\n  name: 2024", "params.yaml: run.name: 2024 is a whole number, it must be a text; put it in quotes"),
-    ("eval:\n  sets: real", "params.yaml: eval.sets: 'real' is a text, it must be a list"),
-    ("aasd:\n  epochs:", "params.yaml: aasd.epochs: None is empty, it must be a number"),
-    ("model:\n  num_latent: 17", "params.yaml: model.num_latent: 17 is out of range; it must be at most 16"),
-    ("aasd:\n  learning_rate: 0", "params.yaml: aasd.learning_rate: 0 is out of range; it must be greater than 0"),
-    ("aasd:\n  learning_rate: .nan", "params.yaml: aasd.learning_rate: nan is a number, it must be a finite number"),
-    ("rl:\n  variant: repared",
-     "params.yaml: rl.variant: 'repared' is not one of 'published' or 'repaired', did you mean repaired?"),
-    ("run:\n  domains: [serch]", "params.yaml: run.domains: 'serch' is not one of 'search' or 'tool', did you mean search?"),
-    ("run:\n  name: ../elsewhere", "params.yaml: run.name: '../elsewhere' cannot name a folder"),
-    ("aasd: 5", "params.yaml: aasd: must hold keys and values, not 5"),
-    ("- aasd\n- rl", "params.yaml: holds a list, not a mapping of sections"),
-    ("aasd:\n  epochs: 1.0\n bad: [", "params.yaml: line 3, column 2:"),
-    ("aasd:\n  epochs: 1.0\n  epochs: 2.0", "params.yaml: line 3, column 3: epochs is given twice"),
-    ("aasd:\n  epochs: 1.0\naasd:\n  batch_size: 2", "params.yaml: line 3, column 1: aasd is given twice"),
-    ("1: 2", "params.yaml: line 1, column 1: the key 1 is not a text"),
-    ("eval:\n  checkpoint: nowhere/model", "params.yaml: eval.checkpoint: nowhere/model does not exist"),
-    ("model:\n  base: ./nowhere", "params.yaml: model.base: ./nowhere does not exist"),
-    ("extends: nothing.yaml", "params.yaml: extends: nothing.yaml does not exist"),
-    ("extends: params.yaml", "params.yaml: extends: the file extends itself"),
-    ("variants: [a, b]", "params.yaml: variants: must map each variant's name"),
-    ("variants:\n  a/b: {}", "params.yaml: variants: 'a/b' cannot name a folder"),
-    ("rl:\n  group_size: 4\n  explore_fraction: 0.1",
-     "params.yaml: rl.explore_fraction: 0.1 of a group of 4 is less than one rollout"),
-    ("rl:\n  train_projector: true\n  latents: cached", "params.yaml: rl.train_projector: cached latents carry no gradient"),
-    ("rl:\n  types: [singel]", "params.yaml: rl.types: 'singel' is no type of the search domain's questions, did you mean single?"),
-    ("tool:\n  rl:\n    types: [bridge]", "params.yaml: tool: rl.types: 'bridge' is no type of the tool domain's questions; they"),
-    ("retrieval:\n  backend: http", "params.yaml: retrieval.url: '' is no address"),
-    ("retrieval:\n  backend: e5", "params.yaml: retrieval.corpus: is empty"),
-    ("eval:\n  checkpoint: .\n  systems: [alar]", "params.yaml: eval.systems: ['alar'] are the run's own, but"),
-    ("tokenskip:\n  dataset: arithmetic", "params.yaml: tokenskip.samples: is 0, which takes the study's own traces"),
-    ("tokenskip:\n  samples: 4\n  dataset: mine.jsonl", "params.yaml: tokenskip.test_dataset: is empty, but"),
-    ("tokenskip:\n  trainable: rows", "params.yaml: tokenskip.trainable: rows trains a dual vocabulary's mirrors, but"),
-    ("tokenskip:\n  trainable: lora\n  dual_model: .", "params.yaml: tokenskip.trainable: lora leaves every mirror equal"),
-    ("bench:\n  length: 20", "params.yaml: bench.length: 20: padded rows have 10 tokens at least"),
-    ("bench:\n  questions: 1", "params.yaml: bench.single_questions: 2 is more than bench.questions, 1"),
-    ("bench:\n  hidden_size: 200", "params.yaml: bench.hidden_size:"),
-    ("aasd:\n  kind: constant\nmodel:\n  num_latent: 0", "params.yaml: aasd.kind: constant needs latent positions"),
-    ("model:\n  base: scratch\npretrain:\n  steps: 0", "params.yaml: pretrain.steps: is 0, but model.base is scratch"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "aasd:\n  learning_rat: 0.1",
+            "params.yaml: aasd.learning_rat: unknown parameter, did you mean learning_rate?",
+        ),
+        (
+            "aasd:\n  topk: 3",
+            "params.yaml: aasd.topk: unknown parameter, did you mean retrieval.topk?",
+        ),
+        ("asd:\n  epochs: 1.0", "params.yaml: asd: unknown section, did you mean aasd?"),
+        ("aasd:\n  epochs: '3'", "params.yaml: aasd.epochs: '3' is a text, it must be a number"),
+        ("rl:\n  steps: 2.5", "params.yaml: rl.steps: 2.5 is a number, it must be a whole number"),
+        (
+            "eval:\n  controls: 1",
+            "params.yaml: eval.controls: 1 is a whole number, it must be true or false",
+        ),
+        (
+            "eval:\n  bootstrap: true",
+            "params.yaml: eval.bootstrap: True is true or false, it must be a whole number",
+        ),
+        (
+            "run:\n  seed: 500",
+            "params.yaml: run.seed: 500 is out of range; it must be less than 500",
+        ),
+        (
+            "run:\n  name: 2024",
+            "params.yaml: run.name: 2024 is a whole number, it must be a text; put it in quotes",
+        ),
+        ("eval:\n  sets: real", "params.yaml: eval.sets: 'real' is a text, it must be a list"),
+        ("aasd:\n  epochs:", "params.yaml: aasd.epochs: None is empty, it must be a number"),
+        (
+            "model:\n  num_latent: 17",
+            "params.yaml: model.num_latent: 17 is out of range; it must be at most 16",
+        ),
+        (
+            "aasd:\n  learning_rate: 0",
+            "params.yaml: aasd.learning_rate: 0 is out of range; it must be greater than 0",
+        ),
+        (
+            "aasd:\n  learning_rate: .nan",
+            "params.yaml: aasd.learning_rate: nan is a number, it must be a finite number",
+        ),
+        (
+            "rl:\n  variant: repared",
+            (
+                "params.yaml: rl.variant: 'repared' is not one of 'published' or 'repaired', did"
+                " you mean repaired?"
+            ),
+        ),
+        (
+            "run:\n  domains: [serch]",
+            (
+                "params.yaml: run.domains: 'serch' is not one of 'search' or 'tool', did you mean"
+                " search?"
+            ),
+        ),
+        (
+            "run:\n  name: ../elsewhere",
+            "params.yaml: run.name: '../elsewhere' cannot name a folder",
+        ),
+        ("aasd: 5", "params.yaml: aasd: must hold keys and values, not 5"),
+        ("- aasd\n- rl", "params.yaml: holds a list, not a mapping of sections"),
+        ("aasd:\n  epochs: 1.0\n bad: [", "params.yaml: line 3, column 2:"),
+        (
+            "aasd:\n  epochs: 1.0\n  epochs: 2.0",
+            "params.yaml: line 3, column 3: epochs is given twice",
+        ),
+        (
+            "aasd:\n  epochs: 1.0\naasd:\n  batch_size: 2",
+            "params.yaml: line 3, column 1: aasd is given twice",
+        ),
+        ("1: 2", "params.yaml: line 1, column 1: the key 1 is not a text"),
+        (
+            "eval:\n  checkpoint: nowhere/model",
+            "params.yaml: eval.checkpoint: nowhere/model does not exist",
+        ),
+        ("model:\n  base: ./nowhere", "params.yaml: model.base: ./nowhere does not exist"),
+        ("extends: nothing.yaml", "params.yaml: extends: nothing.yaml does not exist"),
+        ("extends: params.yaml", "params.yaml: extends: the file extends itself"),
+        ("variants: [a, b]", "params.yaml: variants: must map each variant's name"),
+        ("variants:\n  a/b: {}", "params.yaml: variants: 'a/b' cannot name a folder"),
+        (
+            "rl:\n  group_size: 4\n  explore_fraction: 0.1",
+            "params.yaml: rl.explore_fraction: 0.1 of a group of 4 is less than one rollout",
+        ),
+        (
+            "rl:\n  train_projector: true\n  latents: cached",
+            "params.yaml: rl.train_projector: cached latents carry no gradient",
+        ),
+        (
+            "rl:\n  types: [singel]",
+            (
+                "params.yaml: rl.types: 'singel' is no type of the search domain's questions, did"
+                " you mean single?"
+            ),
+        ),
+        (
+            "tool:\n  rl:\n    types: [bridge]",
+            "params.yaml: tool: rl.types: 'bridge' is no type of the tool domain's questions; they",
+        ),
+        ("retrieval:\n  backend: http", "params.yaml: retrieval.url: '' is no address"),
+        ("retrieval:\n  backend: e5", "params.yaml: retrieval.corpus: is empty"),
+        (
+            "eval:\n  checkpoint: .\n  systems: [alar]",
+            "params.yaml: eval.systems: ['alar'] are the run's own, but",
+        ),
+        (
+            "tokenskip:\n  dataset: arithmetic",
+            "params.yaml: tokenskip.samples: is 0, which takes the study's own traces",
+        ),
+        (
+            "tokenskip:\n  samples: 4\n  dataset: mine.jsonl",
+            "params.yaml: tokenskip.test_dataset: is empty, but",
+        ),
+        (
+            "tokenskip:\n  trainable: rows",
+            "params.yaml: tokenskip.trainable: rows trains a dual vocabulary's mirrors, but",
+        ),
+        (
+            "tokenskip:\n  trainable: lora\n  dual_model: .",
+            "params.yaml: tokenskip.trainable: lora leaves every mirror equal",
+        ),
+        (
+            "bench:\n  length: 20",
+            "params.yaml: bench.length: 20: padded rows have 10 tokens at least",
+        ),
+        (
+            "bench:\n  questions: 1",
+            "params.yaml: bench.single_questions: 2 is more than bench.questions, 1",
+        ),
+        ("bench:\n  hidden_size: 200", "params.yaml: bench.hidden_size:"),
+        (
+            "aasd:\n  kind: constant\nmodel:\n  num_latent: 0",
+            "params.yaml: aasd.kind: constant needs latent positions",
+        ),
+        (
+            "model:\n  base: scratch\npretrain:\n  steps: 0",
+            "params.yaml: pretrain.steps: is 0, but model.base is scratch",
+        ),
+    ],
+)
 def test_each_mistake_names_file_key_and_remedy(problems, text, message):
     found = problems(text)
     assert any(line.startswith(message) for line in found), found
 
 
-@pytest.mark.parametrize(("override", "message"), [
-    ("aasd.learning_rate", "--set aasd.learning_rate: must look like section.key=value"),
-    ("learning_rate=1", "--set learning_rate=1: must look like section.key=value"),
-    ("assd.epochs=1", "--set assd.epochs=1: assd: unknown section, did you mean aasd?"),
-    ("aasd.epoch=1", "--set aasd.epoch=1: aasd.epoch: unknown parameter, did you mean epochs?"),
-    ("aasd.batch_size=many", "--set aasd.batch_size=many: aasd.batch_size: 'many' is a text, it must be a whole number"),
-    ("eval.sets=[real", "--set eval.sets=[real: the value is not valid YAML"),
-])
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("aasd.learning_rate", "--set aasd.learning_rate: must look like section.key=value"),
+        ("learning_rate=1", "--set learning_rate=1: must look like section.key=value"),
+        ("assd.epochs=1", "--set assd.epochs=1: assd: unknown section, did you mean aasd?"),
+        ("aasd.epoch=1", "--set aasd.epoch=1: aasd.epoch: unknown parameter, did you mean epochs?"),
+        (
+            "aasd.batch_size=many",
+            (
+                "--set aasd.batch_size=many: aasd.batch_size: 'many' is a text, it must be a whole"
+                " number"
+            ),
+        ),
+        ("eval.sets=[real", "--set eval.sets=[real: the value is not valid YAML"),
+    ],
+)
 def test_each_mistaken_override_is_named(problems, override, message):
     assert any(line.startswith(message) for line in problems("", override))
 
@@ -99,7 +202,10 @@ def test_all_mistakes_are_reported_at_once(problems):
 
 def test_a_missing_file_names_those_that_exist(tmp_path):
     (tmp_path / "laptop.yaml").write_text("")
-    with pytest.raises(params.ParameterError, match=r"laptpo.yaml: no such parameter file, did you mean laptop.yaml\?"):
+    with pytest.raises(
+        params.ParameterError,
+        match=r"laptpo.yaml: no such parameter file, did you mean laptop.yaml\?",
+    ):
         params.load(tmp_path / "laptpo.yaml")
 
 
@@ -112,37 +218,54 @@ def test_extending_in_a_circle_or_over_two_levels_is_refused(problems, tmp_path)
 
 def test_a_mistake_in_the_extended_file_names_that_file(problems, tmp_path):
     (tmp_path / "base.yaml").write_text("aasd:\n  epochs: 0")
-    assert problems("extends: base.yaml") == ["base.yaml: aasd.epochs: 0 is out of range; it must be greater than 0"]
+    assert problems("extends: base.yaml") == [
+        "base.yaml: aasd.epochs: 0 is out of range; it must be greater than 0"
+    ]
 
 
 def test_an_unknown_variant_names_the_nearest(problems):
     assert problems("variants:\n  seed1: {}", variant="seed2") == [
-        "params.yaml: unknown variant 'seed2', did you mean seed1?; it has seed1"]
+        "params.yaml: unknown variant 'seed2', did you mean seed1?; it has seed1"
+    ]
 
 
 def test_a_mistake_in_a_variant_names_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "p.yaml").write_text("variants:\n  good: {}\n  bad:\n    rl: {steps: 0}\n    only: [3]")
-    with pytest.raises(params.ParameterError, match="p.yaml: variants.bad.only: must list stage numbers"):
+    (tmp_path / "p.yaml").write_text(
+        "variants:\n  good: {}\n  bad:\n    rl: {steps: 0}\n    only: [3]"
+    )
+    with pytest.raises(
+        params.ParameterError, match="p.yaml: variants.bad.only: must list stage numbers"
+    ):
         params.load_variants("p.yaml")
 
 
 def test_a_file_may_be_about_some_stages_and_a_variant_about_others(tmp_path, problems, repository):
     (tmp_path / "base.yaml").write_text('only: ["01"]\naasd: {epochs: 2.0}')
-    (tmp_path / "p.yaml").write_text('extends: base.yaml\nonly: ["11", "12"]\nvariants: {a: {}, b: {only: ["13"]}}')
+    (tmp_path / "p.yaml").write_text(
+        'extends: base.yaml\nonly: ["11", "12"]\nvariants: {a: {}, b: {only: ["13"]}}'
+    )
     found = params.load_variants(tmp_path / "p.yaml")
-    assert {name: domains["search"].only for name, domains in found.items()} == {"a": ("11", "12"), "b": ("13",)}
+    assert {name: domains["search"].only for name, domains in found.items()} == {
+        "a": ("11", "12"),
+        "b": ("13",),
+    }
     assert params.load(tmp_path / "base.yaml").only == ("01",)
-    assert problems("extends: base.yaml\nonly: 12")[0].startswith("params.yaml: only: must list stage numbers in quotes")
+    assert problems("extends: base.yaml\nonly: 12")[0].startswith(
+        "params.yaml: only: must list stage numbers in quotes"
+    )
     baselines = params.load(repository / "params" / "baselines.yaml", absent=[])
     assert baselines.only == ("11", "12", "13", "14", "16")
 
 
 def test_later_layers_win(tmp_path):
-    (tmp_path / "base.yaml").write_text("aasd:\n  epochs: 1.0\n  batch_size: 2\n  lora_rank: 3\n  lora_alpha: 4")
+    (tmp_path / "base.yaml").write_text(
+        "aasd:\n  epochs: 1.0\n  batch_size: 2\n  lora_rank: 3\n  lora_alpha: 4"
+    )
     (tmp_path / "p.yaml").write_text(
         "extends: base.yaml\naasd: {batch_size: 20, lora_rank: 30, lora_alpha: 40}\n"
-        "variants:\n  v: {only: ['01', '03'], aasd: {lora_rank: 300, lora_alpha: 400}}")
+        "variants:\n  v: {only: ['01', '03'], aasd: {lora_rank: 300, lora_alpha: 400}}"
+    )
     experiment = params.load(tmp_path / "p.yaml", ["aasd.lora_alpha=4000"], variant="v")
     aasd = experiment.aasd
     assert (aasd.epochs, aasd.batch_size, aasd.lora_rank, aasd.lora_alpha) == (1.0, 20, 300, 4000)
@@ -151,22 +274,38 @@ def test_later_layers_win(tmp_path):
 
 def test_a_domains_part_follows_each_layer(tmp_path):
     (tmp_path / "base.yaml").write_text(
-        "aasd: {epochs: 1.0, batch_size: 2}\ntool:\n  aasd: {epochs: 3.0, batch_size: 4, lora_rank: 5}")
+        "aasd: {epochs: 1.0, batch_size: 2}\ntool:\n  aasd: {epochs: 3.0, batch_size: 4,"
+        " lora_rank: 5}"
+    )
     (tmp_path / "p.yaml").write_text(
         "extends: base.yaml\nrun: {domains: [search, tool]}\naasd: {batch_size: 6}\n"
-        "variants:\n  v: {tool: {aasd: {lora_rank: 7}}}")
-    shown = {domain: (e.aasd.epochs, e.aasd.batch_size, e.aasd.lora_rank)
-             for domain, e in params.load_variants(tmp_path / "p.yaml")["v"].items()}
+        "variants:\n  v: {tool: {aasd: {lora_rank: 7}}}"
+    )
+    shown = {
+        domain: (e.aasd.epochs, e.aasd.batch_size, e.aasd.lora_rank)
+        for domain, e in params.load_variants(tmp_path / "p.yaml")["v"].items()
+    }
     assert shown == {"search": (1.0, 6, 16), "tool": (3.0, 6, 7)}
-    assert params.load(tmp_path / "p.yaml", ["aasd.lora_rank=8"], variant="v", domain="tool").aasd.lora_rank == 8
+    assert (
+        params.load(
+            tmp_path / "p.yaml", ["aasd.lora_rank=8"], variant="v", domain="tool"
+        ).aasd.lora_rank
+        == 8
+    )
 
 
-@pytest.mark.parametrize("text, problem", [
-    ("tool: {aasd: {epoch: 2.0}}", r"p.yaml: tool: aasd.epoch: unknown parameter, did you mean epochs"),
-    ("tool: {aasd: {epochs: 0.0}}", "p.yaml: tool: aasd.epochs: 0.0 is out of range"),
-    ("tool: 3", "p.yaml: tool: must hold sections"),
-    ("tool: {run: {seed: 3}}", "p.yaml: tool.run: belongs to all domains"),
-])
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        (
+            "tool: {aasd: {epoch: 2.0}}",
+            r"p.yaml: tool: aasd.epoch: unknown parameter, did you mean epochs",
+        ),
+        ("tool: {aasd: {epochs: 0.0}}", "p.yaml: tool: aasd.epochs: 0.0 is out of range"),
+        ("tool: 3", "p.yaml: tool: must hold sections"),
+        ("tool: {run: {seed: 3}}", "p.yaml: tool.run: belongs to all domains"),
+    ],
+)
 def test_parts_of_domains_that_are_not_run_are_checked_too(tmp_path, monkeypatch, text, problem):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.yaml").write_text(f"run: {{domains: [search]}}\n{text}")
@@ -194,7 +333,9 @@ def test_relative_locations_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "p.yaml").write_text("")
-    assert params.load("p.yaml", ["eval.checkpoint=model"]).eval.checkpoint == str(tmp_path / "model")
+    assert params.load("p.yaml", ["eval.checkpoint=model"]).eval.checkpoint == str(
+        tmp_path / "model"
+    )
     assert params.load("p.yaml", ["model.base=Qwen/Qwen2.5-3B"]).model.base == "Qwen/Qwen2.5-3B"
     (tmp_path / "embedded").mkdir()
     assert params.load("p.yaml").model.base == "embedded", "a keyword, whatever folders lie about"
@@ -204,11 +345,16 @@ def test_files_in_a_list_of_sets_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.jsonl").write_text("{}")
     (tmp_path / "p.yaml").write_text("")
-    assert params.load("p.yaml", ["eval.sets=[nq, mine.jsonl]"]).eval.sets == ["nq", str(tmp_path / "mine.jsonl")]
+    assert params.load("p.yaml", ["eval.sets=[nq, mine.jsonl]"]).eval.sets == [
+        "nq",
+        str(tmp_path / "mine.jsonl"),
+    ]
     with pytest.raises(params.ParameterError, match="eval.sets: yours.jsonl does not exist"):
         params.load("p.yaml", ["eval.sets=[nq, yours.jsonl]"])
     assert params.load("p.yaml", ["eval.sets=[]", "eval.questions_file=mine.jsonl"]).eval.sets == []
-    with pytest.raises(params.ParameterError, match="eval.sets: is empty, so nothing would be asked"):
+    with pytest.raises(
+        params.ParameterError, match="eval.sets: is empty, so nothing would be asked"
+    ):
         params.load("p.yaml", ["eval.sets=[]"])
 
 
@@ -229,23 +375,36 @@ def test_the_shipped_files_say_how_to_run_them(repository, name):
 
 
 def test_laptop_repeats_the_defaults(repository):
-    """So that a notebook by hand, whose cell holds the defaults, computes what the default run computes."""
+    """So that a notebook by hand, whose cell holds the defaults, computes what the default run
+    computes."""
     assert params.load(repository / "params" / "laptop.yaml").model_dump() == defaults()
 
 
 def test_flattening_keeps_own_names_and_prefixes_shared_ones(tmp_path, write_notebook):
     notebook = write_notebook(
         tmp_path / "03_aasd.ipynb",
-        "learning_rate = 1e-3\nmodel_num_latent = 4\nseed = 0\ndomain = 'search'\nrun_dir = 'runs/by-hand/search'")
-    (tmp_path / "p.yaml").write_text("aasd: {learning_rate: 0.5}\nmodel: {num_latent: 2}\nrun: {seed: 7, name: x}")
+        "learning_rate = 1e-3\nmodel_num_latent = 4\nseed = 0\ndomain = 'search'\nrun_dir ="
+        " 'runs/by-hand/search'",
+    )
+    (tmp_path / "p.yaml").write_text(
+        "aasd: {learning_rate: 0.5}\nmodel: {num_latent: 2}\nrun: {seed: 7, name: x}"
+    )
     experiment = params.load(tmp_path / "p.yaml")
     assert params.flatten(experiment, notebook) == {
-        "learning_rate": 0.5, "model_num_latent": 2, "seed": 7, "domain": "search", "run_dir": "runs/x/search"}
+        "learning_rate": 0.5,
+        "model_num_latent": 2,
+        "seed": 7,
+        "domain": "search",
+        "run_dir": "runs/x/search",
+    }
 
 
 def test_a_cell_with_an_unknown_name_is_an_error(tmp_path, write_notebook):
     write_notebook(tmp_path / "03_aasd.ipynb", "learning_rat = 1e-3")
-    with pytest.raises(params.ParameterError, match="03_aasd.ipynb: parameters cell: learning_rat: .*did you mean learning_rate"):
+    with pytest.raises(
+        params.ParameterError,
+        match="03_aasd.ipynb: parameters cell: learning_rat: .*did you mean learning_rate",
+    ):
         params.check_notebooks(Experiment(), tmp_path)
 
 
@@ -255,27 +414,36 @@ def test_a_cell_with_another_type_is_an_error(tmp_path, write_notebook):
         params.check_notebooks(Experiment(), tmp_path)
     assert caught.value.problems == [
         f"{tmp_path}/03_aasd.ipynb: parameters cell: batch_size = '16' is a text, "
-        "but the parameter aasd.batch_size is a whole number"]
+        "but the parameter aasd.batch_size is a whole number"
+    ]
 
 
 def test_a_key_that_no_notebook_declares_is_an_error(tmp_path, write_notebook):
     write_notebook(tmp_path / "n" / "03_aasd.ipynb", "learning_rate = 1e-3")
-    (tmp_path / "p.yaml").write_text("aasd: {learning_rate: 0.5, lora_rank: 4}\nrun: {name: x, domains: [search]}")
+    (tmp_path / "p.yaml").write_text(
+        "aasd: {learning_rate: 0.5, lora_rank: 4}\nrun: {name: x, domains: [search]}"
+    )
     experiment = params.load(tmp_path / "p.yaml", ["rl.learning_rate=0.1"])
     with pytest.raises(params.ParameterError) as caught:
         params.check_notebooks(experiment, tmp_path / "n")
     remedy = "remove the key, or add {} to the parameters cell of {}"
     assert caught.value.problems == [
-        f"{tmp_path}/p.yaml: aasd.lora_rank: no notebook declares it; " + remedy.format("lora_rank", "03_aasd"),
-        "--set rl.learning_rate=0.1: rl.learning_rate: no notebook declares it; " + remedy.format("learning_rate", "05_ar_grpo")]
+        f"{tmp_path}/p.yaml: aasd.lora_rank: no notebook declares it; "
+        + remedy.format("lora_rank", "03_aasd"),
+        "--set rl.learning_rate=0.1: rl.learning_rate: no notebook declares it; "
+        + remedy.format("learning_rate", "05_ar_grpo"),
+    ]
 
 
-@pytest.mark.parametrize(("cell", "message"), [
-    ("a = 1 + 1\nb = len('x')", "line 2: b is not a plain literal"),
-    ("import os", "line 1: only `name = literal`"),
-    ("a = 1\na = 2", "line 2: a is given twice"),
-    ("a = (", "parameters cell, line 1"),
-])
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ("a = 1 + 1\nb = len('x')", "line 2: b is not a plain literal"),
+        ("import os", "line 1: only `name = literal`"),
+        ("a = 1\na = 2", "line 2: a is given twice"),
+        ("a = (", "parameters cell, line 1"),
+    ],
+)
 def test_parameters_cells_hold_plain_literals_only(tmp_path, write_notebook, cell, message):
     notebook = write_notebook(tmp_path / "03_aasd.ipynb", cell.replace("1 + 1", "2"))
     with pytest.raises(NotebookError) as caught:
@@ -296,8 +464,12 @@ def test_two_parameters_cells_are_an_error(tmp_path, write_notebook):
 
 def test_the_repositorys_notebooks_match_the_parameters(repository):
     for name in FILES:
-        experiments = params.load_variants(repository / "params" / f"{name}.yaml", root=repository, absent=[])
-        for experiment in (experiment for domains in experiments.values() for experiment in domains.values()):
+        experiments = params.load_variants(
+            repository / "params" / f"{name}.yaml", root=repository, absent=[]
+        )
+        for experiment in (
+            experiment for domains in experiments.values() for experiment in domains.values()
+        ):
             params.check_notebooks(experiment, repository / "notebooks")
 
 

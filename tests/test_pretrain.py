@@ -1,4 +1,5 @@
-"""Pretraining of the embedded base: a tokenizer that keeps ALAR's tags apart, and training that resumes exactly."""
+"""Pretraining of the embedded base: a tokenizer that keeps ALAR's tags apart, and training that
+resumes exactly."""
 
 from dataclasses import replace
 
@@ -11,8 +12,13 @@ from alar.train import pretrain as module
 from alar.train.pretrain import PretrainConfig, pretrain
 
 TINY = PretrainConfig(
-    steps=6, batch_size=4, questions_per_world=16, hidden_size=32, layers=1,
-    vocabulary=1024, warmup_steps=2,
+    steps=6,
+    batch_size=4,
+    questions_per_world=16,
+    hidden_size=32,
+    layers=1,
+    vocabulary=1024,
+    warmup_steps=2,
 )
 
 
@@ -25,7 +31,10 @@ def trained(tmp_path_factory):
 def test_the_folder_loads_with_auto_classes_and_has_spare_rows(trained):
     folder, model, tokenizer = trained
     loaded = AutoModelForCausalLM.from_pretrained(folder)
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), loaded.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.state_dict().values(), loaded.state_dict().values(), strict=True)
+    )
     assert len(AutoTokenizer.from_pretrained(folder)) < loaded.config.vocab_size
     assert len(module.json.loads((folder / "training.jsonl").read_text().splitlines()[-1])) == 5
 
@@ -38,7 +47,9 @@ def test_tags_have_three_pieces_and_digits_stand_alone(trained):
 
 
 def test_a_batch_that_cannot_be_divided_is_refused():
-    with pytest.raises(ValueError, match="pretrain.batch_size is 30: a batch is made of 4 equal parts"):
+    with pytest.raises(
+        ValueError, match="pretrain.batch_size is 30: a batch is made of 4 equal parts"
+    ):
         replace(TINY, batch_size=30)
 
 
@@ -62,7 +73,9 @@ def test_an_interrupted_pretraining_goes_on_over_the_same_batches(trained, tmp_p
     with pytest.raises(Killed):
         pretrain(tmp_path, TINY)
     resumed, _ = pretrain(tmp_path, TINY)
-    assert len(losses) == 3 * TINY.parts + 2 + 4 * TINY.parts  # three steps and the kill, then steps 3 to 6
+    assert (
+        len(losses) == 3 * TINY.parts + 2 + 4 * TINY.parts
+    )  # three steps and the kill, then steps 3 to 6
     for a, b in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
 

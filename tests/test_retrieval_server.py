@@ -1,4 +1,5 @@
-"""The HTTP server and its client: a real uvicorn server on a free port of this machine, and broken servers."""
+"""The HTTP server and its client: a real uvicorn server on a free port of this machine, and broken
+servers."""
 
 import asyncio
 import json
@@ -19,12 +20,14 @@ import requests
 import uvicorn
 
 import alar
-from alar.search import retriever, server
-from alar.search.client import HTTPRetriever
-from alar.search.retriever import Hit, Passage, RetrievalError
+from alar.domains.search import retriever, server
+from alar.domains.search.client import HTTPRetriever
+from alar.domains.search.retriever import Hit, Passage, RetrievalError
 
 CITIES = [f"city{i}" for i in range(120)]
-PASSAGES = [Passage(str(i), city, f"{city} is a city with a river.") for i, city in enumerate(CITIES)]
+PASSAGES = [
+    Passage(str(i), city, f"{city} is a city with a river.") for i, city in enumerate(CITIES)
+]
 
 
 class SlowRetriever:
@@ -69,7 +72,9 @@ def local() -> requests.Session:
 def served():
     """(url, retriever) of a running server."""
     searcher = SlowRetriever()
-    config = uvicorn.Config(server.create_app(searcher), host="127.0.0.1", port=free_port(), log_level="warning")
+    config = uvicorn.Config(
+        server.create_app(searcher), host="127.0.0.1", port=free_port(), log_level="warning"
+    )
     running = uvicorn.Server(config)
     thread = threading.Thread(target=running.run)
     thread.start()
@@ -98,20 +103,30 @@ def test_the_answer_has_search_r1s_shape(served):
     body = {"queries": ["city5 river", "city6 river"], "topk": 2, "return_scores": True}
     result = local().post(url + "/retrieve", json=body, timeout=10).json()["result"]
     assert [len(found) for found in result] == [2, 2]
-    assert result[0][0]["document"] == {"id": "5", "contents": '"city5"\ncity5 is a city with a river.'}
+    assert result[0][0]["document"] == {
+        "id": "5",
+        "contents": '"city5"\ncity5 is a city with a river.',
+    }
     assert result[0][0]["score"] > result[0][1]["score"]
 
 
 def test_without_scores_the_documents_come_bare(served):
     url, _ = served
-    for body in ({"queries": ["city5"], "topk": 1, "return_scores": False}, {"queries": ["city5"], "topk": 1}):
+    for body in (
+        {"queries": ["city5"], "topk": 1, "return_scores": False},
+        {"queries": ["city5"], "topk": 1},
+    ):
         answer = local().post(url + "/retrieve", json=body, timeout=10)
-        assert answer.json() == {"result": [[{"id": "5", "contents": '"city5"\ncity5 is a city with a river.'}]]}
+        assert answer.json() == {
+            "result": [[{"id": "5", "contents": '"city5"\ncity5 is a city with a river.'}]]
+        }
 
 
 def test_three_passages_are_the_default(served):
     url, _ = served
-    answer = local().post(url + "/retrieve", json={"queries": ["city5 river"], "return_scores": True}, timeout=10)
+    answer = local().post(
+        url + "/retrieve", json={"queries": ["city5 river"], "return_scores": True}, timeout=10
+    )
     assert len(answer.json()["result"][0]) == 3
 
 
@@ -157,7 +172,9 @@ def test_a_batch_closes_when_it_is_full():
         searcher = SlowRetriever()
         batcher = server.Batcher(searcher, max_batch=10, max_wait=5.0)
         worker = asyncio.create_task(batcher.run())
-        await asyncio.wait_for(asyncio.gather(*(batcher.search(CITIES[i : i + 5], 1) for i in range(0, 40, 5))), 4)
+        await asyncio.wait_for(
+            asyncio.gather(*(batcher.search(CITIES[i : i + 5], 1) for i in range(0, 40, 5))), 4
+        )
         worker.cancel()
         return searcher.calls
 
@@ -228,7 +245,9 @@ def scripted():
 
     def start(*script) -> Scripted:
         running = Scripted(script)
-        threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
         servers.append(running)
         return running
 
@@ -257,14 +276,24 @@ def test_a_server_that_keeps_failing_is_named_with_cause_and_remedy(scripted):
     with pytest.raises(RetrievalError) as caught:
         HTTPRetriever(broken.url, retries=2, backoff=0.01).search(["q"], 1)
     assert broken.requests == 3
-    for part in (broken.url, "503", "index still loading", "3 attempts", "/health", "alar.search.server"):
+    for part in (
+        broken.url,
+        "503",
+        "index still loading",
+        "3 attempts",
+        "/health",
+        "alar.domains.search.server",
+    ):
         assert part in str(caught.value)
 
 
 def test_a_dead_server_is_named():
     url = f"http://127.0.0.1:{free_port()}"
     start = time.monotonic()
-    with pytest.raises(RetrievalError, match=f"retrieval server {re.escape(url)}: no connection(.|\n)*retrieval.url"):
+    with pytest.raises(
+        RetrievalError,
+        match=f"retrieval server {re.escape(url)}: no connection(.|\n)*retrieval.url",
+    ):
         HTTPRetriever(url, retries=2, backoff=0.01).search(["q"], 1)
     assert time.monotonic() - start < 5
 
@@ -325,15 +354,30 @@ def test_the_client_refuses_one_string_and_k_below_one(scripted):
 
 def test_the_server_command_serves_a_corpus_file(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"id": p.id, "contents": p.contents}) + "\n" for p in PASSAGES))
+    corpus.write_text(
+        "".join(json.dumps({"id": p.id, "contents": p.contents}) + "\n" for p in PASSAGES)
+    )
     port = free_port()
     root = str(Path(alar.__file__).parents[1])
-    command = [sys.executable, "-m", "alar.search.server", "--corpus", str(corpus), "--backend", "tfidf"]
-    process = subprocess.Popen([*command, "--port", str(port)], env=os.environ | {"PYTHONPATH": root})
+    command = [
+        sys.executable,
+        "-m",
+        "alar.domains.search.server",
+        "--corpus",
+        str(corpus),
+        "--backend",
+        "tfidf",
+    ]
+    process = subprocess.Popen(
+        [*command, "--port", str(port)], env=os.environ | {"PYTHONPATH": root}
+    )
     try:
         wait_until_open(port, process)
         search = HTTPRetriever(f"http://127.0.0.1:{port}").search
-        assert [hits[0].passage for hits in search(["city9", "city10"], 2)] == [PASSAGES[9], PASSAGES[10]]
+        assert [hits[0].passage for hits in search(["city9", "city10"], 2)] == [
+            PASSAGES[9],
+            PASSAGES[10],
+        ]
     finally:
         process.terminate()
         process.wait(timeout=20)

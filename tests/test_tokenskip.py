@@ -1,4 +1,5 @@
-"""TokenSkip: LLMLingua-2's own thresholds, scores equal to slow ones, the condition's ids, and labels of compressed turns."""
+"""TokenSkip: LLMLingua-2's own thresholds, scores equal to slow ones, the condition's ids, and
+labels of compressed turns."""
 
 from types import SimpleNamespace
 
@@ -9,24 +10,37 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alar import figures, protocol, runs
-from alar.baselines.comparison import Comparison
-from alar.baselines.tokenskip import measure
-from alar.baselines.tokenskip.collect import cot_tokens, sampled, usable
-from alar.baselines.tokenskip.compress import achieved_rates, compress, compressed_rows, thoughts_of, token_counter
-from alar.baselines.tokenskip.examples import conditioned, conditioned_form, drawn_ratios, example_at, prepared
-from alar.baselines.tokenskip.scorers import Gain, Surprisal
-from alar.baselines.tokenskip.steps import Steps
-from alar.baselines.tokenskip.threshold import OPERATORS, Rules, kept_words
-from alar.baselines.tokenskip.view import compression_view, struck
-from alar.baselines.tokenskip.words import Thought, Word, in_chunks, joined, split_words
+from alar import figures, protocol
+from alar.domains.search.environment import SearchEnvironment
+from alar.domains.search.questions import solved_questions
+from alar.domains.tool.protocol import TOOL
+from alar.methods.comparison import Comparison
+from alar.methods.tokenskip import measure
+from alar.methods.tokenskip.collect import cot_tokens, sampled, usable
+from alar.methods.tokenskip.compress import (
+    achieved_rates,
+    compress,
+    compressed_rows,
+    thoughts_of,
+    token_counter,
+)
+from alar.methods.tokenskip.examples import (
+    conditioned,
+    conditioned_form,
+    drawn_ratios,
+    example_at,
+    prepared,
+)
+from alar.methods.tokenskip.scorers import Gain, Surprisal
+from alar.methods.tokenskip.steps import Steps
+from alar.methods.tokenskip.threshold import OPERATORS, Rules, kept_words
+from alar.methods.tokenskip.view import compression_view, struck
+from alar.methods.tokenskip.words import Thought, Word, in_chunks, joined, split_words
 from alar.model import save
 from alar.records import Origin, Trajectory, TurnRecord, read_trajectories, write_trajectories
 from alar.rollout.codec import Codec
 from alar.rollout.hf import HFEngine
-from alar.search.environment import SearchEnvironment
-from alar.search.questions import solved_questions
-from alar.tool.protocol import TOOL
+from alar.study.stage import open_stage
 
 FREE = Rules((), False, False)
 VOCABULARY = ["the", "a", "year", "so", "7", "19", "2013", "+", "=", "x2", "."]
@@ -51,14 +65,24 @@ def trajectories(codec):
         ids = codec.prompt(solved.question.text)
         origins, turns = [int(Origin.PROMPT)] * len(ids), []
         for number, step in enumerate(solved.steps):
-            written, marks = codec.think_turn(step.thought, step.action, step.argument, first=number == 0)
-            turns.append(TurnRecord(len(ids), len(ids) + len(written), "think", step.action, step.argument, True))
+            written, marks = codec.think_turn(
+                step.thought, step.action, step.argument, first=number == 0
+            )
+            turns.append(
+                TurnRecord(
+                    len(ids), len(ids) + len(written), "think", step.action, step.argument, True
+                )
+            )
             ids, origins = ids + written, origins + [int(mark) for mark in marks]
             if step.action == "search":
                 seen = codec.observation(OBSERVATION)
                 ids, origins = ids + seen, origins + [int(Origin.OBSERVATION)] * len(seen)
         nothing = np.zeros((0, 0), np.float32)
-        found.append(Trajectory(solved.question, ids, origins, [0.0] * len(ids), nothing, turns, "x", True, "answer"))
+        found.append(
+            Trajectory(
+                solved.question, ids, origins, [0.0] * len(ids), nothing, turns, "x", True, "answer"
+            )
+        )
     return found
 
 
@@ -68,7 +92,8 @@ def rows(model, codec, trajectories):
 
 
 class FakeLingua:
-    """What llmlingua's compressor needs besides its code: a tokenizer with one word per token, and given probabilities."""
+    """What llmlingua's compressor needs besides its code: a tokenizer with one word per token, and
+    given probabilities."""
 
     def __init__(self, words, scores, counts):
         self.words, self.scores, self.sizes = words, scores, dict(zip(words, counts))
@@ -98,8 +123,17 @@ class FakeLingua:
         from llmlingua import PromptCompressor
 
         made = object.__new__(PromptCompressor)
-        made.model_name, made.tokenizer, made.oai_tokenizer, made.model = "bert-base-multilingual-cased", self, self, self.model
-        made.special_tokens, made.added_tokens, made.device = {"[PAD]", "[CLS]", "[SEP]"}, [f"[NEW{i}]" for i in range(99)], "cpu"
+        made.model_name, made.tokenizer, made.oai_tokenizer, made.model = (
+            "bert-base-multilingual-cased",
+            self,
+            self,
+            self.model,
+        )
+        made.special_tokens, made.added_tokens, made.device = (
+            {"[PAD]", "[CLS]", "[SEP]"},
+            [f"[NEW{i}]" for i in range(99)],
+            "cpu",
+        )
         made.max_seq_len, made.max_batch_size, made.max_force_token = len(self.words) + 3, 8, 99
         return made
 
@@ -111,7 +145,9 @@ class FakeLingua:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    chosen=st.lists(st.tuples(st.sampled_from(VOCABULARY), st.integers(1, 49)), min_size=1, max_size=24),
+    chosen=st.lists(
+        st.tuples(st.sampled_from(VOCABULARY), st.integers(1, 49)), min_size=1, max_size=24
+    ),
     counts=st.lists(st.integers(1, 4), min_size=len(VOCABULARY), max_size=len(VOCABULARY)),
     rate=st.sampled_from([0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95]),
     force=st.sampled_from([(), ("+", "="), ("+", ".", "the")]),
@@ -126,30 +162,66 @@ def test_words_are_kept_as_llmlingua_keeps_them(chosen, counts, rate, force, dig
         [" ".join(words)], rate=rate, force_tokens=list(force), force_reserve_digit=digits, drop_consecutive=drop,
         return_word_label=True,
     )  # fmt: skip
-    labelled = [entry.split(" ") for entry in theirs["fn_labeled_original_prompt"].split("\t\t|\t\t")]
+    labelled = [
+        entry.split(" ") for entry in theirs["fn_labeled_original_prompt"].split("\t\t|\t\t")
+    ]
     assert [word for word, _ in labelled] == words
-    ours = kept_words(words, fake.probabilities(), [size[word] for word in words], rate, Rules(force, digits, drop))
+    ours = kept_words(
+        words,
+        fake.probabilities(),
+        [size[word] for word in words],
+        rate,
+        Rules(force, digits, drop),
+    )
     assert ours == [label == "1" for _, label in labelled]
 
 
 def test_llmlingua2_scores_are_those_of_the_library(tmp_path):
-    """A tiny XLM-R of the library's kind, random weights: its own compression keeps what our threshold keeps on our scores."""
+    """A tiny XLM-R of the library's kind, random weights: its own compression keeps what our
+    threshold keeps on our scores."""
     pytest.importorskip("llmlingua", reason="the library is in requirements/core-nodeps.txt")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, XLMRobertaConfig, XLMRobertaForTokenClassification
+    from transformers import (
+        PreTrainedTokenizerFast,
+        XLMRobertaConfig,
+        XLMRobertaForTokenClassification,
+    )
 
-    from alar.baselines.tokenskip.lingua import LLMLingua2
+    from alar.methods.tokenskip.lingua import LLMLingua2
 
-    texts = ["The river has two mouths. One of them is older, so it is not the newer one.", "Nothing follows from that at all."]
+    texts = [
+        "The river has two mouths. One of them is older, so it is not the newer one.",
+        "Nothing follows from that at all.",
+    ]
     raw = Tokenizer(models.Unigram())
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    raw.train_from_iterator(texts * 4, trainers.UnigramTrainer(vocab_size=60, special_tokens=special, unk_token="<unk>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", cls_token="<s>", sep_token="</s>",
-                                        pad_token="<pad>", unk_token="<unk>", mask_token="<mask>")  # fmt: skip
+    raw.train_from_iterator(
+        texts * 4, trainers.UnigramTrainer(vocab_size=60, special_tokens=special, unk_token="<unk>")
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        bos_token="<s>",
+        eos_token="</s>",
+        cls_token="<s>",
+        sep_token="</s>",
+        # fmt: skip
+        pad_token="<pad>",
+        unk_token="<unk>",
+        mask_token="<mask>",
+    )
     torch.manual_seed(0)
-    config = XLMRobertaConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_labels=2,
-                              intermediate_size=32, max_position_embeddings=520, initializer_range=1.0)  # fmt: skip
+    config = XLMRobertaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=2,
+        # fmt: skip
+        intermediate_size=32,
+        max_position_embeddings=520,
+        initializer_range=1.0,
+    )
     folder = tmp_path / "llmlingua-2-xlm-roberta-large-tiny"
     XLMRobertaForTokenClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -157,9 +229,15 @@ def test_llmlingua2_scores_are_those_of_the_library(tmp_path):
     scorer = LLMLingua2(str(folder))
     assert torch.initial_seed() == drawn  # the library's own constructor seeds everything
     library = scorer.compressor
-    library.oai_tokenizer, library.max_force_token, library.added_tokens = SimpleNamespace(encode=lambda word: [0]), 100, []
+    library.oai_tokenizer, library.max_force_token, library.added_tokens = (
+        SimpleNamespace(encode=lambda word: [0]),
+        100,
+        [],
+    )
     library.max_batch_size = 4
-    for text, words in zip(texts, scorer.score_words([Thought(text) for text in texts]), strict=True):
+    for text, words in zip(
+        texts, scorer.score_words([Thought(text) for text in texts]), strict=True
+    ):
         assert "".join(word.text for word in words).strip() == text
         for rate in (0.3, 0.5, 0.7):
             theirs = library.compress_prompt_llmlingua2([text], rate=rate)["compressed_prompt"]
@@ -168,7 +246,7 @@ def test_llmlingua2_scores_are_those_of_the_library(tmp_path):
 
 def test_a_missing_model_is_an_error_that_says_how_to_get_it(tmp_path):
     pytest.importorskip("llmlingua", reason="the library is in requirements/core-nodeps.txt")
-    from alar.baselines.tokenskip.lingua import LLMLingua2
+    from alar.methods.tokenskip.lingua import LLMLingua2
 
     with pytest.raises(OSError, match="hf download microsoft/llmlingua-2"):
         LLMLingua2(str(tmp_path / "nowhere"))
@@ -177,7 +255,7 @@ def test_a_missing_model_is_an_error_that_says_how_to_get_it(tmp_path):
 def test_a_missing_library_is_an_error_with_the_command(monkeypatch):
     import sys
 
-    from alar.baselines.tokenskip.lingua import LLMLingua2
+    from alar.methods.tokenskip.lingua import LLMLingua2
 
     monkeypatch.setitem(sys.modules, "llmlingua", None)
     with pytest.raises(ImportError, match="pip install --no-deps llmlingua"):
@@ -192,13 +270,28 @@ def test_words_join_to_their_text(text):
 
 
 def test_words_that_dropping_brings_together_stay_apart():
-    assert split_words("12:30 o'clock, 2013-1986=27.5") == ["12", ":", "30", " o'clock", ",", " 2013", "-", "1986", "=", "27.5"]
+    assert split_words("12:30 o'clock, 2013-1986=27.5") == [
+        "12",
+        ":",
+        "30",
+        " o'clock",
+        ",",
+        " 2013",
+        "-",
+        "1986",
+        "=",
+        "27.5",
+    ]
     assert joined(["12", "30"]) == "12 30" and joined([" a", ",", " b"]) == "a, b"
 
 
 @settings(max_examples=50, deadline=None)
 @given(
-    chosen=st.lists(st.tuples(st.sampled_from(VOCABULARY), st.floats(0, 0.999), st.integers(1, 4)), min_size=1, max_size=40),
+    chosen=st.lists(
+        st.tuples(st.sampled_from(VOCABULARY), st.floats(0, 0.999), st.integers(1, 4)),
+        min_size=1,
+        max_size=40,
+    ),
     rate=st.floats(0.01, 0.99),
     drop=st.booleans(),
 )
@@ -215,18 +308,37 @@ def test_at_most_the_requested_and_the_forced_share_is_kept_and_digits_survive(c
 
 
 def test_operators_between_digits_survive_any_rate_by_default():
-    words = [Word(word, 0.5) for word in split_words("2>1, so 2017>1728. 2013-1986: ones 3+10-6=7.")]
+    words = [
+        Word(word, 0.5) for word in split_words("2>1, so 2017>1728. 2013-1986: ones 3+10-6=7.")
+    ]
     found = compress("x", words, 0.05, Rules(), lambda text: 1)
     assert found.text == "2>1 2017>1728 2013-1986 3+10-6=7"
-    assert ">1728" not in compress("x", words, 0.05, Rules(drop_consecutive=True), lambda text: 1).text, "the library's way"
+    assert (
+        ">1728" not in compress("x", words, 0.05, Rules(drop_consecutive=True), lambda text: 1).text
+    ), "the library's way"
 
 
 def test_every_chunk_has_its_own_threshold():
-    words = [Word(text, score) for text, score in zip(["a", ".", "b", "c", "d", "e"], [0.9, 0.8, 0.1, 0.2, 0.3, 0.4])]
+    words = [
+        Word(text, score)
+        for text, score in zip(["a", ".", "b", "c", "d", "e"], [0.9, 0.8, 0.1, 0.2, 0.3, 0.4])
+    ]
     chunked = in_chunks(words, [1] * 6, 3)
     assert [word.chunk for word in chunked] == [0, 0, 1, 1, 1, 2]
-    assert compress("x", chunked[:5], 0.5, FREE, lambda text: 1).kept == (True, False, False, False, True)
-    assert compress("x", words[:5], 0.5, FREE, lambda text: 1).kept == (True, True, False, False, False)
+    assert compress("x", chunked[:5], 0.5, FREE, lambda text: 1).kept == (
+        True,
+        False,
+        False,
+        False,
+        True,
+    )
+    assert compress("x", words[:5], 0.5, FREE, lambda text: 1).kept == (
+        True,
+        True,
+        False,
+        False,
+        False,
+    )
 
 
 def test_ratio_one_is_the_identity_and_rates_outside_are_refused(codec, trajectories, rows):
@@ -250,11 +362,15 @@ def slow_logprob(model, ids, place):
 
 
 def slow_word_means(model, codec, thought, context):
-    block = codec.tokenizer(f"<think>{thought.text}</think>", add_special_tokens=False, return_offsets_mapping=True)
+    block = codec.tokenizer(
+        f"<think>{thought.text}</think>", add_special_tokens=False, return_offsets_mapping=True
+    )
     ids, means, end = [*context, *block["input_ids"]], [], len("<think>")
     for word in split_words(thought.text):
         start, end = end, end + len(word)
-        inside = [i for i, (a, b) in enumerate(block["offset_mapping"]) if not (b <= start or a >= end)]
+        inside = [
+            i for i, (a, b) in enumerate(block["offset_mapping"]) if not (b <= start or a >= end)
+        ]
         means.append(np.mean([slow_logprob(model, ids, len(context) + i) for i in inside]))
     return np.array(means)
 
@@ -266,12 +382,18 @@ def test_batched_scores_equal_slow_ones_word_by_word(model, codec, trajectories)
         found = Surprisal(model, codec, step_tokens=step_tokens).score_words([other, bare, thought])
         assert "".join(word.text for word in found[2]) == thought.text
         expected = slow_word_means(model, codec, bare, [codec.tokenizer.eos_token_id])
-        np.testing.assert_allclose([word.score for word in found[1]], 1 - np.exp(expected), atol=1e-5)
+        np.testing.assert_allclose(
+            [word.score for word in found[1]], 1 - np.exp(expected), atol=1e-5
+        )
     guessed = slow_word_means(model, codec, thought, thought.context)
     np.testing.assert_allclose([word.score for word in found[2]], 1 - np.exp(guessed), atol=1e-5)
-    known = slow_word_means(model, codec, thought, [*thought.context, *codec.untrusted(thought.action)])
+    known = slow_word_means(
+        model, codec, thought, [*thought.context, *codec.untrusted(thought.action)]
+    )
     gained = Gain(model, codec).score_words([other, thought])[1]
-    np.testing.assert_allclose([word.score for word in gained], 1 / (1 + np.exp(guessed - known)), atol=1e-5)
+    np.testing.assert_allclose(
+        [word.score for word in gained], 1 / (1 + np.exp(guessed - known)), atol=1e-5
+    )
     with pytest.raises(ValueError, match="needs the action"):
         Gain(model, codec).score_words([bare])
 
@@ -287,7 +409,9 @@ def test_thoughts_are_scored_in_the_place_where_they_were_written(codec, traject
 @pytest.mark.parametrize("ratio", [1.0, 0.5, 0.1])
 def test_the_condition_is_exactly_eos_ratio_eos_behind_the_users_text(codec, trajectories, ratio):
     eos, question = codec.tokenizer.eos_token_id, trajectories[0].question
-    ids = codec.encode(conditioned(SearchEnvironment(), ratio, codec.tokenizer.eos_token).form.prompt(question))
+    ids = codec.encode(
+        conditioned(SearchEnvironment(), ratio, codec.tokenizer.eos_token).form.prompt(question)
+    )
     plain = codec.prompt(question.text)
     place = plain.index(eos)
     condition = [eos, *codec.untrusted(str(ratio)), eos]
@@ -314,12 +438,16 @@ def test_the_loss_of_compressed_turns_falls_on_what_the_policy_writes(codec, tra
     for trajectory, row in zip(trajectories, rows, strict=True):
         thoughts = row["rates"]["0.5"]["thoughts"]
         example = example_at(trajectory, thoughts, 0.5, codec)
-        learned = codec.text([token for token, label in zip(example.ids, example.labels) if label != -100])
+        learned = codec.text(
+            [token for token, label in zip(example.ids, example.labels) if label != -100]
+        )
         expected = [f"<think>{thought}</think>\n\n<{turn.action}>{turn.argument}</{turn.action}>"
                     for thought, turn in zip(thoughts, trajectory.turns, strict=True)]  # fmt: skip
         assert learned == "\n\n" + "".join(expected)
         assert all(label in (-100, token) for token, label in zip(example.ids, example.labels))
-        assert codec.text(example.ids).count("<information>") == codec.text(trajectory.ids).count("<information>")
+        assert codec.text(example.ids).count("<information>") == codec.text(trajectory.ids).count(
+            "<information>"
+        )
     with pytest.raises(ValueError, match="thoughts for"):
         example_at(trajectories[0], [], 0.5, codec)
 
@@ -332,7 +460,14 @@ def test_every_sample_gets_one_ratio_and_the_remap_is_applied(codec, trajectorie
         eos = codec.tokenizer.eos_token_id
         place = example.ids.index(eos)
         assert codec.text(example.ids[place + 1 : example.ids.index(eos, place + 1)]) == str(ratio)
-    shifted, _ = prepared(trajectories, rows, codec, ratios, seed=4, remap=lambda e: type(e)([i + 1 for i in e.ids], e.labels, 0))
+    shifted, _ = prepared(
+        trajectories,
+        rows,
+        codec,
+        ratios,
+        seed=4,
+        remap=lambda e: type(e)([i + 1 for i in e.ids], e.labels, 0),
+    )
     assert [e.ids for e in shifted] == [[i + 1 for i in e.ids] for e in examples]
     with pytest.raises(ValueError, match="compress_ratios"):
         prepared(trajectories, rows, codec, (0.7,), seed=4)
@@ -351,26 +486,49 @@ def test_a_codec_of_mirrors_writes_the_thoughts_anew_at_every_ratio(tokenizer, t
 
     for ratio in (1.0, 0.5):
         thoughts = rows[0]["thoughts"] if ratio == 1 else rows[0]["rates"]["0.5"]["thoughts"]
-        plain, mirrored = (example_at(trajectories[0], thoughts, ratio, kind(tokenizer)) for kind in (Codec, Mirrors))
+        plain, mirrored = (
+            example_at(trajectories[0], thoughts, ratio, kind(tokenizer))
+            for kind in (Codec, Mirrors)
+        )
         learned = [label for label in mirrored.labels if label != -100]
         assert all(label >= 10**6 for label in learned)
-        assert [label - 10**6 for label in learned] == [label for label in plain.labels if label != -100]
+        assert [label - 10**6 for label in learned] == [
+            label for label in plain.labels if label != -100
+        ]
 
 
 def test_every_ratio_becomes_a_row_that_names_the_scorer(random_model, tmp_path):
     model, tokenizer = random_model(num_latent=0)
     checkpoint = save(model, tokenizer, tmp_path / "checkpoint")
     questions = [solved.question for solved in solved_questions("counterfactual-3", 3, 0)]
-    comparison = Comparison(tmp_path, SearchEnvironment(), questions, max_new_tokens=8, max_turns=1, batch_size=4)
-    measure.measure(comparison, (1.0, 0.5), checkpoint, "surprisal", training_seconds=1.0, training_tokens=2.0)
+    comparison = Comparison(
+        tmp_path, SearchEnvironment(), questions, max_new_tokens=8, max_turns=1, batch_size=4
+    )
+    measure.measure(
+        comparison, (1.0, 0.5), checkpoint, "surprisal", training_seconds=1.0, training_tokens=2.0
+    )
     records = comparison.records()
-    assert [record["label"] for record in records] == [f"TokenSkip, ratio {r}, scorer surprisal" for r in (0.5, 1.0)]
+    assert [record["label"] for record in records] == [
+        f"TokenSkip, ratio {r}, scorer surprisal" for r in (0.5, 1.0)
+    ]
     assert len({record["prompt"] for record in records}) == 2, "each ratio has a prompt of its own"
     table = measure.ratio_table(comparison, resamples=100)
-    assert list(table["ratio"]) == [1.0, 0.5] and set(table["scorer"]) == {"surprisal"} and set(table["model"]) == {"standard"}
+    assert (
+        list(table["ratio"]) == [1.0, 0.5]
+        and set(table["scorer"]) == {"surprisal"}
+        and set(table["model"]) == {"standard"}
+    )
     answers = comparison.answers()
-    assert table["think_tokens"].tolist() == answers.groupby("system")["cot_tokens"].mean().tolist()[::-1]
-    assert list(measure.readable(table).columns) == ["n", "accuracy %", "think tokens", "tokens (correct)"]
+    assert (
+        table["think_tokens"].tolist()
+        == answers.groupby("system")["cot_tokens"].mean().tolist()[::-1]
+    )
+    assert list(measure.readable(table).columns) == [
+        "n",
+        "accuracy %",
+        "think tokens",
+        "tokens (correct)",
+    ]
     achieved = pd.DataFrame({"requested": [0.5], "tokens_per_sample": [9.0]})
     figure, drawn = figures.ratios(table, achieved)
     assert len(drawn) == 2 and figure._repr_png_().startswith(b"\x89PNG")
@@ -379,23 +537,34 @@ def test_every_ratio_becomes_a_row_that_names_the_scorer(random_model, tmp_path)
 def test_achieved_rates_count_the_policys_tokens(codec, rows):
     table = achieved_rates(rows).set_index("requested")
     whole = sum(len(codec.untrusted(text)) for row in rows for text in row["thoughts"])
-    half = sum(len(codec.untrusted(text)) for row in rows for text in row["rates"]["0.5"]["thoughts"])
+    half = sum(
+        len(codec.untrusted(text)) for row in rows for text in row["rates"]["0.5"]["thoughts"]
+    )
     assert table.loc[0.5, "achieved"] == pytest.approx(half / whole)
-    assert set(table["scorer"]) == {"surprisal"} and table.loc[0.1, "achieved"] < table.loc[0.5, "achieved"] < 1
+    assert (
+        set(table["scorer"]) == {"surprisal"}
+        and table.loc[0.1, "achieved"] < table.loc[0.5, "achieved"] < 1
+    )
     assert (table["kept_share"] <= table.index + table["forced_share"] + 0.05).all()
 
 
 def test_think_tokens_are_those_between_the_tags(codec, trajectories):
     for trajectory, thoughts in zip(trajectories, [thoughts_of(t, codec) for t in trajectories]):
         alone = sum(len(codec.untrusted(thought.text)) for thought in thoughts)
-        assert abs(cot_tokens(trajectory, codec) - alone) <= 2 * len(thoughts)  # signs at the tags merge with them
+        assert abs(cot_tokens(trajectory, codec) - alone) <= 2 * len(
+            thoughts
+        )  # signs at the tags merge with them
 
 
 def test_only_correct_chains_of_thought_of_a_bearable_length_are_collected(codec, trajectories):
     wrong = Trajectory(**vars(trajectories[1]) | {"correct": False})
     longest = max(cot_tokens(t, codec) for t in trajectories)
     kept, why = usable([*trajectories, wrong], codec, longest - 1)
-    assert why["wrong"] == 1 and why["too long"] >= 1 and len(kept) + sum(why.values()) == len(trajectories) + 1
+    assert (
+        why["wrong"] == 1
+        and why["too long"] >= 1
+        and len(kept) + sum(why.values()) == len(trajectories) + 1
+    )
     with pytest.raises(ValueError, match="can be compressed"):
         usable([wrong], codec, 10)
 
@@ -418,14 +587,18 @@ def test_finished_steps_are_taken_over_and_an_interrupted_stage_goes_on(tmp_path
         made.append(path.name)
         write_trajectories(path, trajectories[:2])
 
-    first = runs.stage("12_tokenskip", tmp_path / "one")
+    first = open_stage("12_tokenskip", tmp_path / "one")
     steps = Steps(first, {"seed": 0})
     collected = steps.run("collect", write)
     again = Steps(first, {"seed": 0})
-    assert again.run("collect", write) == collected and made == ["collected.jsonl"] and again.seconds == steps.seconds
+    assert (
+        again.run("collect", write) == collected
+        and made == ["collected.jsonl"]
+        and again.seconds == steps.seconds
+    )
     Steps(first, {"seed": 1}).run("collect", write)
     assert len(made) == 2, "other settings: made anew"
-    second = runs.stage("12_tokenskip", tmp_path / "two")
+    second = open_stage("12_tokenskip", tmp_path / "two")
     taken = Steps(second, {"seed": 2}, skip=["collect"], reuse_from=first.folder)
     assert len(read_trajectories(taken.run("collect", write))) == 2 and len(made) == 2
     Steps(second, {"seed": 2}).run("collect", write)
@@ -444,26 +617,45 @@ class Lengths:
     name = "length"
 
     def score_words(self, thoughts):
-        return [[Word(word, min(0.99, len(word.strip()) / 20)) for word in split_words(t.text)] for t in thoughts]
+        return [
+            [Word(word, min(0.99, len(word.strip()) / 20)) for word in split_words(t.text)]
+            for t in thoughts
+        ]
 
 
 def test_the_view_strikes_dropped_words_and_has_a_twin(model, codec):
-    samples = [Thought("The <b>longest</b> word of 2013 stays.", (1, 2), "<answer>x</answer>"), Thought("Another one.")]
+    samples = [
+        Thought("The <b>longest</b> word of 2013 stays.", (1, 2), "<answer>x</answer>"),
+        Thought("Another one."),
+    ]
     count = token_counter(codec)
     words = Lengths().score_words(samples[:1])[0]
     figure, table = struck(samples[0].text, words, (0.7, 0.3), Rules(), count, scorer="length")
     assert set(table["rate"]) == {0.7, 0.3} and len(table) == 2 * len(words)
     view = compression_view(samples, [Lengths(), Gain(model, codec)], Rules(), count, twin=figure)
-    assert "<b>longest" not in view.output.value and "<del" in view.output.value and "<b> 2013</b>" in view.output.value
+    assert (
+        "<b>longest" not in view.output.value
+        and "<del" in view.output.value
+        and "<b> 2013</b>" in view.output.value
+    )
     bundle = view._repr_mimebundle_()
     assert {"image/png", "application/vnd.jupyter.widget-view+json"} <= bundle.keys()
-    for name, value in (("rate", 1.0), ("sample", 1), ("sample", -1), ("text", "pasted words only"), ("scorer", 1), ("sample", 0)):
+    for name, value in (
+        ("rate", 1.0),
+        ("sample", 1),
+        ("sample", -1),
+        ("text", "pasted words only"),
+        ("scorer", 1),
+        ("sample", 0),
+    ):
         before = view.output.value
         view.controls[name].value = value
         assert view.output.value != before, name
         assert ("needs the action" in view.output.value) == (name == "scorer")
     view.controls["rate"].value = 0.4
-    found = compress(samples[0].text, Gain(model, codec).score_words(samples[:1])[0], 0.4, Rules(), count)
+    found = compress(
+        samples[0].text, Gain(model, codec).score_words(samples[:1])[0], 0.4, Rules(), count
+    )
     assert f"{found.achieved:.0%}" in view.output.value and str(found.tokens) in view.output.value
 
 

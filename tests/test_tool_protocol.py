@@ -1,4 +1,5 @@
-"""Qwen3's tool template as this project writes and reads it; nothing that a policy writes makes the parser raise."""
+"""Qwen3's tool template as this project writes and reads it; nothing that a policy writes makes the
+parser raise."""
 
 import json
 import random
@@ -6,31 +7,39 @@ import random
 import pytest
 
 from alar import protocol
+from alar.domains.tool.environment import ToolEnvironment
+from alar.domains.tool.execution import Executor
+from alar.domains.tool.protocol import TOOL, calls_text, parse_calls, parse_turn, responses_text
+from alar.domains.tool.questions import solved_questions
+from alar.domains.tool.requests import Request, openai_tool, request_of
 from alar.records import Question
-from alar.tool.environment import ToolEnvironment
-from alar.tool.execution import Executor
-from alar.tool.protocol import TOOL, calls_text, parse_calls, parse_turn, responses_text
-from alar.tool.questions import solved_questions
-from alar.tool.requests import Request, openai_tool, request_of
 
-# The parts of Qwen3-4B-Thinking-2507's chat template (Apache 2.0) that concern tools, generation prompt included.
+# The parts of Qwen3-4B-Thinking-2507's chat template (Apache 2.0) that concern tools, generation
+# prompt included.
 QWEN3 = (
-    "{%- if tools %}{{- '<|im_start|>system\\n' }}{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}"
-    "{%- endif %}{{- \"# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\nYou are provided with "
-    "function signatures within <tools></tools> XML tags:\\n<tools>\" }}{%- for tool in tools %}{{- \"\\n\" }}{{- tool | tojson }}"
-    "{%- endfor %}{{- \"\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within "
-    "<tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\\"name\\\": <function-name>, \\\"arguments\\\": <args-json-object>}\\n"
-    "</tool_call><|im_end|>\\n\" }}{%- endif %}{%- for message in messages %}{%- if message.role == 'user' %}"
-    "{{- '<|im_start|>user\\n' + message.content + '<|im_end|>' + '\\n' }}{%- elif message.role == 'assistant' %}"
-    "{{- '<|im_start|>assistant\\n' }}{%- for tool_call in message.tool_calls %}{%- if not loop.first %}{{- '\\n' }}{%- endif %}"
-    "{{- '<tool_call>\\n{\"name\": \"' }}{{- tool_call.name }}{{- '\", \"arguments\": ' }}{{- tool_call.arguments | tojson }}"
-    "{{- '}\\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- elif message.role == 'tool' %}"
-    "{%- if loop.first or (messages[loop.index0 - 1].role != 'tool') %}{{- '<|im_start|>user' }}{%- endif %}"
-    "{{- '\\n<tool_response>\\n' }}{{- message.content }}{{- '\\n</tool_response>' }}"
-    "{%- if loop.last or (messages[loop.index0 + 1].role != 'tool') %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"
+    "{%- if tools %}{{- '<|im_start|>system\\n' }}{%- if messages[0].role == 'system' %}{{-"
+    " messages[0].content + '\\n\\n' }}{%- endif %}{{- \"# Tools\\n\\nYou may call one or more"
+    " functions to assist with the user query.\\n\\nYou are provided with function signatures"
+    ' within <tools></tools> XML tags:\\n<tools>" }}{%- for tool in tools %}{{- "\\n" }}{{- tool'
+    ' | tojson }}{%- endfor %}{{- "\\n</tools>\\n\\nFor each function call, return a json object'
+    " with function name and arguments within <tool_call></tool_call> XML"
+    ' tags:\\n<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\":'
+    ' <args-json-object>}\\n</tool_call><|im_end|>\\n" }}{%- endif %}{%- for message in messages'
+    " %}{%- if message.role == 'user' %}{{- '<|im_start|>user\\n' + message.content + '<|im_end|>'"
+    " + '\\n' }}{%- elif message.role == 'assistant' %}{{- '<|im_start|>assistant\\n' }}{%- for"
+    " tool_call in message.tool_calls %}{%- if not loop.first %}{{- '\\n' }}{%- endif %}{{-"
+    ' \'<tool_call>\\n{"name": "\' }}{{- tool_call.name }}{{- \'", "arguments": \' }}{{-'
+    " tool_call.arguments | tojson }}{{- '}\\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n'"
+    " }}{%- elif message.role == 'tool' %}{%- if loop.first or (messages[loop.index0 - 1].role !="
+    " 'tool') %}{{- '<|im_start|>user' }}{%- endif %}{{- '\\n<tool_response>\\n' }}{{-"
+    " message.content }}{{- '\\n</tool_response>' }}{%- if loop.last or (messages[loop.index0 +"
+    " 1].role != 'tool') %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endif %}{%- endfor %}{%- if"
+    " add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"
 )
-CALLS = [{"name": "gcd", "arguments": {"a": 12, "b": 18}}, {"name": "upper", "arguments": {"text": "café “x”"}}]
+CALLS = [
+    {"name": "gcd", "arguments": {"a": 12, "b": 18}},
+    {"name": "upper", "arguments": {"text": "café “x”"}},
+]
 
 
 def turn(action: str, block: str = "<think>so</think>") -> str:
@@ -39,7 +48,11 @@ def turn(action: str, block: str = "<think>so</think>") -> str:
 
 def render(tokenizer, request: Request, messages) -> str:
     return tokenizer.apply_chat_template(
-        messages, tools=[openai_tool(f) for f in request.functions], chat_template=QWEN3, tokenize=False, add_generation_prompt=True
+        messages,
+        tools=[openai_tool(f) for f in request.functions],
+        chat_template=QWEN3,
+        tokenize=False,
+        add_generation_prompt=True,
     )
 
 
@@ -48,7 +61,9 @@ def test_prompts_are_those_of_the_template_without_the_open_think_tag(tokenizer,
     for solved in solved_questions("train", 12, 0):
         request = request_of(solved.question)
         messages = [*system, *request.messages]
-        question = Request(tuple(messages), request.functions, request.truth, request.category).question("x")
+        question = Request(
+            tuple(messages), request.functions, request.truth, request.category
+        ).question("x")
         assert "".join(TOOL.prompt(question)) + "<think>\n" == render(tokenizer, request, messages)
 
 
@@ -61,7 +76,9 @@ def test_calls_and_responses_are_written_as_the_template_writes_them(tokenizer):
     assert prompt + calls_text(CALLS) + seen + "<think>\n" == render(tokenizer, request, answered)
 
 
-@pytest.mark.parametrize("block, mode", [(protocol.latent_block(4), "latent"), ("<think>I call.</think>", "think")])
+@pytest.mark.parametrize(
+    "block, mode", [(protocol.latent_block(4), "latent"), ("<think>I call.</think>", "think")]
+)
 def test_what_is_written_is_parsed_back(block, mode):
     parsed = parse_turn(turn(calls_text(CALLS), block))
     assert (parsed.mode, parsed.action, parsed.well_formed) == (mode, "call", True)
@@ -74,30 +91,45 @@ def test_what_is_written_is_parsed_back(block, mode):
 CALL = calls_text(CALLS[:1])
 
 
-@pytest.mark.parametrize("text, problem", [
-    (turn("<tool_call>\n{'name': 1}\n</tool_call>"), "not JSON"),
-    (turn("<tool_call>[1]</tool_call>"), "list, not an object"),
-    (turn("<tool_call>null</tool_call>"), "NoneType, not an object"),
-    (turn('<tool_call>{"name": "gcd", "arguments": "{}"}</tool_call>'), "arguments of a call are str"),
-    (turn('<tool_call>{"name": "gcd", "arguments": null}</tool_call>'), "arguments of a call are NoneType"),
-    (turn('<tool_call>{"name": null, "arguments": {}}</tool_call>'), "name of a call is not text"),
-    (turn('<tool_call>{"name": "gcd"}</tool_call>'), "expected name and arguments"),
-    (turn('<tool_call>{"name": "gcd", "arguments": {"a": NaN}}</tool_call>'), "not JSON"),
-    (turn("<tool_call>" + "[" * 100000 + "</tool_call>"), "not JSON"),
-    (turn('<tool_call>{"name": "gcd", "arguments": {"a": ' + "9" * 10000 + "}}</tool_call>"), "not JSON"),
-    (turn(CALL * 17), "at most 16"),
-    (turn(f"Let me see. {CALL}"), "text outside"),
-    (turn(f"{CALL} done"), "text outside"),
-    (turn(CALL[: len(CALL) // 2]), "no partner"),
-    (turn(f"{CALL}\n<tool_call>"), "no partner"),
-    (turn("6", f"<think>{CALL}</think>"), "a tag inside the reasoning block"),
-    (turn("6", "<think>a</think><think>b</think>"), "more than one block"),
-    (turn(""), "neither a call nor an answer"),
-    (turn("6", "<latent>text</latent>"), "text inside a latent block"),
-    ("<think>so", "never closed"),
-    (CALL, "does not start with a reasoning block"),
-    ("", "does not start"),
-])
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        (turn("<tool_call>\n{'name': 1}\n</tool_call>"), "not JSON"),
+        (turn("<tool_call>[1]</tool_call>"), "list, not an object"),
+        (turn("<tool_call>null</tool_call>"), "NoneType, not an object"),
+        (
+            turn('<tool_call>{"name": "gcd", "arguments": "{}"}</tool_call>'),
+            "arguments of a call are str",
+        ),
+        (
+            turn('<tool_call>{"name": "gcd", "arguments": null}</tool_call>'),
+            "arguments of a call are NoneType",
+        ),
+        (
+            turn('<tool_call>{"name": null, "arguments": {}}</tool_call>'),
+            "name of a call is not text",
+        ),
+        (turn('<tool_call>{"name": "gcd"}</tool_call>'), "expected name and arguments"),
+        (turn('<tool_call>{"name": "gcd", "arguments": {"a": NaN}}</tool_call>'), "not JSON"),
+        (turn("<tool_call>" + "[" * 100000 + "</tool_call>"), "not JSON"),
+        (
+            turn('<tool_call>{"name": "gcd", "arguments": {"a": ' + "9" * 10000 + "}}</tool_call>"),
+            "not JSON",
+        ),
+        (turn(CALL * 17), "at most 16"),
+        (turn(f"Let me see. {CALL}"), "text outside"),
+        (turn(f"{CALL} done"), "text outside"),
+        (turn(CALL[: len(CALL) // 2]), "no partner"),
+        (turn(f"{CALL}\n<tool_call>"), "no partner"),
+        (turn("6", f"<think>{CALL}</think>"), "a tag inside the reasoning block"),
+        (turn("6", "<think>a</think><think>b</think>"), "more than one block"),
+        (turn(""), "neither a call nor an answer"),
+        (turn("6", "<latent>text</latent>"), "text inside a latent block"),
+        ("<think>so", "never closed"),
+        (CALL, "does not start with a reasoning block"),
+        ("", "does not start"),
+    ],
+)
 def test_a_malformed_turn_is_wrong_with_a_reason(text, problem):
     parsed = parse_turn(text)
     assert not parsed.well_formed and problem in parsed.problem
@@ -121,23 +153,62 @@ class Recording(Executor):
 
 
 def fuzzed(rng: random.Random) -> str:
-    """Template fragments and random characters, or a valid turn with some of its characters changed."""
+    """Template fragments and random characters, or a valid turn with some of its characters
+    changed."""
     names = ["gcd", "gcd", "lcm", "lcm", "eval", "__import__", "os.system", "comb", "upper"]
-    values = [*["12", "-3"] * 5, "1e400", "5.0", "true", "null", "NaN", '"x"', '"\\ud800"', "[1]", "{}", "9" * 30, "9" * 5000]
+    values = [
+        *["12", "-3"] * 5,
+        "1e400",
+        "5.0",
+        "true",
+        "null",
+        "NaN",
+        '"x"',
+        '"\\ud800"',
+        "[1]",
+        "{}",
+        "9" * 30,
+        "9" * 5000,
+    ]
     if rng.random() < 0.5:
-        pieces = ["<think>", "</think>", "<latent>", "</latent>", "<tool_call>", "</tool_call>", "<tool_response>", "•", "\n", "{",
-                  "}", '"name": ', '"arguments": ', '"gcd"', "[1]", "null", "text", "\x00", "\ud800", '{"a": 1, "b": 2}', "\\u0000",
-                  "<|im_end|>"]
+        pieces = [
+            "<think>",
+            "</think>",
+            "<latent>",
+            "</latent>",
+            "<tool_call>",
+            "</tool_call>",
+            "<tool_response>",
+            "•",
+            "\n",
+            "{",
+            "}",
+            '"name": ',
+            '"arguments": ',
+            '"gcd"',
+            "[1]",
+            "null",
+            "text",
+            "\x00",
+            "\ud800",
+            '{"a": 1, "b": 2}',
+            "\\u0000",
+            "<|im_end|>",
+        ]
         return "".join(rng.choice(pieces) for _ in range(rng.randint(0, 16)))
     calls = [
         f'<tool_call>\n{{"name": "{rng.choice(names)}", "arguments": '
         f'{{"a": {rng.choice(values)}, "b": {rng.choice(values)}}}}}\n</tool_call>'
         for _ in range(rng.randint(1, 3))
     ]
-    text = list(turn("\n".join(calls), rng.choice(["<think>x</think>", "<latent>••••</latent>", ""])))
+    text = list(
+        turn("\n".join(calls), rng.choice(["<think>x</think>", "<latent>••••</latent>", ""]))
+    )
     for _ in range(rng.choice([0, 0, 1, 1, 3, 20])):
         place = rng.randrange(len(text))
-        text[place : place + rng.choice([0, 1, 5])] = rng.choice(['"', "{", "}", "<", "é", "\ud800", ""])
+        text[place : place + rng.choice([0, 1, 5])] = rng.choice(
+            ['"', "{", "}", "<", "é", "\ud800", ""]
+        )
     return "".join(text)
 
 
@@ -145,8 +216,16 @@ def test_ten_thousand_fuzzed_outputs_raise_nothing_and_run_only_what_is_offered_
     executor = Recording()
     environment, rng = ToolEnvironment(executor), random.Random(0)
     functions = tuple(executor.tools[name].function() for name in ("gcd", "lcm"))
-    functions += ({"name": "eval", "description": "", "parameters": {"type": "dict", "properties": {}, "required": []}},)
-    question: Question = Request(({"role": "user", "content": "?"},), functions, ((),), "irrelevance").question("x")
+    functions += (
+        {
+            "name": "eval",
+            "description": "",
+            "parameters": {"type": "dict", "properties": {}, "required": []},
+        },
+    )
+    question: Question = Request(
+        ({"role": "user", "content": "?"},), functions, ((),), "irrelevance"
+    ).question("x")
     outcomes = set()
     for _ in range(10_000):
         parsed = TOOL.parse(fuzzed(rng))
@@ -160,4 +239,6 @@ def test_ten_thousand_fuzzed_outputs_raise_nothing_and_run_only_what_is_offered_
     assert len(executor.ran) > 50
     for name, arguments in executor.ran:
         assert name in ("gcd", "lcm") and set(arguments) == {"a", "b"}
-        assert all(type(value) is int and abs(value) <= 10**9 for value in arguments.values()), json.dumps(arguments)
+        assert all(type(value) is int and abs(value) <= 10**9 for value in arguments.values()), (
+            json.dumps(arguments)
+        )

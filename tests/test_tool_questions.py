@@ -1,4 +1,5 @@
-"""The embedded tool world's requests: solvable by their own expert, judged by BFCL's checker, split without leakage."""
+"""The embedded tool world's requests: solvable by their own expert, judged by BFCL's checker, split
+without leakage."""
 
 import itertools
 import json
@@ -10,8 +11,11 @@ import pandas as pd
 import pytest
 
 from alar import protocol
-from alar.evaluate_bfcl import evaluate_bfcl
-from alar.evaluate_bfcl import main as bfcl_command
+from alar.domains.tool import arithmetic, bfcl, questions
+from alar.domains.tool.environment import ToolEnvironment, check_turns, toolmind_score, verdict
+from alar.domains.tool.functions import TOOLS, own_name
+from alar.domains.tool.protocol import TOOL, calls_text, parse_calls
+from alar.domains.tool.requests import bfcl_request, request_of
 from alar.model import embedded
 from alar.records import Origin, Trajectory
 from alar.rl.reward import shaped_rewards
@@ -19,16 +23,15 @@ from alar.rl.rollouts import Summary, outcomes_of
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Sampling, TurnOutput
 from alar.rollout.loop import run
-from alar.tool import arithmetic, bfcl, pretraining, questions
-from alar.tool.environment import ToolEnvironment, check_turns, toolmind_score, verdict
-from alar.tool.functions import TOOLS, own_name
-from alar.tool.protocol import TOOL, calls_text, parse_calls
-from alar.tool.requests import bfcl_request, request_of
+from alar.study.bfcl import evaluate_bfcl
+from alar.study.bfcl import main as bfcl_command
+from alar.train import pretrain_tool
 from alar.train.examples import aasd_examples
 
 END = "<|im_end|>"
 OPENINGS = {
-    split: tuple(sentence.split("{0}")[0] for sentence in questions._SENTENCES[split]) for split in ("train", "validation", "test")
+    split: tuple(sentence.split("{0}")[0] for sentence in questions._SENTENCES[split])
+    for split in ("train", "validation", "test")
 }
 
 
@@ -49,7 +52,14 @@ class Scripted:
         request = self.waiting.pop(0)
         ids = self.codec.untrusted(self.turns[request.session].pop(0))
         ids += self.codec.trusted(END) if self.finish == "eos" else []
-        return [(request, TurnOutput(ids, [int(Origin.SAMPLED)] * len(ids), [-0.5] * len(ids), [], self.finish))]
+        return [
+            (
+                request,
+                TurnOutput(
+                    ids, [int(Origin.SAMPLED)] * len(ids), [-0.5] * len(ids), [], self.finish
+                ),
+            )
+        ]
 
     def release(self, sessions):
         pass
@@ -79,12 +89,18 @@ def texts(item):
 @pytest.fixture(scope="module")
 def rolled(codec, environment, solved):
     engine = Scripted(codec, {row: texts(item) for row, item in enumerate(solved)})
-    return run([item.question for item in solved], engine, environment, Sampling(stop=environment.stop))
+    return run(
+        [item.question for item in solved], engine, environment, Sampling(stop=environment.stop)
+    )
 
 
-def test_the_expert_solves_every_request_through_the_agent_loop_and_real_execution(codec, solved, rolled):
+def test_the_expert_solves_every_request_through_the_agent_loop_and_real_execution(
+    codec, solved, rolled
+):
     for item, t in zip(solved, rolled):
-        assert t.correct and t.well_formed and t.finish == "answer", f"{t.question.text}: {verdict(t).reason}"
+        assert t.correct and t.well_formed and t.finish == "answer", (
+            f"{t.question.text}: {verdict(t).reason}"
+        )
         assert [turn.action for turn in t.turns] == [step.action for step in item.steps]
         assert t.think_length == sum(len(step.thought) for step in item.steps)
         assert Trajectory.from_json(json.loads(json.dumps(t.to_json()))).question == t.question
@@ -93,29 +109,50 @@ def test_the_expert_solves_every_request_through_the_agent_loop_and_real_executi
 def test_every_response_is_kept_and_the_text_is_one_conversation(codec, solved, rolled, tokenizer):
     for item, t in zip(solved, rolled):
         text = tokenizer.decode(t.ids)
-        turns = [calls_text(parse_calls(step.argument)[0]) for step in item.steps if step.action == "call"]
+        turns = [
+            calls_text(parse_calls(step.argument)[0])
+            for step in item.steps
+            if step.action == "call"
+        ]
         observed = codec.text([i for i, o in zip(t.ids, t.origins) if o == Origin.OBSERVATION])
         assert observed.count("<tool_response>") == sum(turn.count("<tool_call>") for turn in turns)
-        assert text.count("<|im_start|>assistant\n") == len(t.turns) and "<|im_end|><|im_end|>" not in text
+        assert (
+            text.count("<|im_start|>assistant\n") == len(t.turns)
+            and "<|im_end|><|im_end|>" not in text
+        )
         assert text.endswith(END) and text.count(END) == 2 + 2 * len(t.turns) - 1
-        assert all(t.origins[turn.end - 1] == Origin.SAMPLED for turn in t.turns), "the end of a turn carries loss"
+        assert all(t.origins[turn.end - 1] == Origin.SAMPLED for turn in t.turns), (
+            "the end of a turn carries loss"
+        )
 
 
-def test_a_turn_that_was_cut_is_closed_and_answered_with_an_error(codec, environment, solved, tokenizer):
+def test_a_turn_that_was_cut_is_closed_and_answered_with_an_error(
+    codec, environment, solved, tokenizer
+):
     item = next(i for i in solved if i.question.type == "simple")
-    engine = Scripted(codec, {0: [f"<think>x</think>\n\n{item.question.answers[0]}"] * 2}, finish="length")
+    engine = Scripted(
+        codec, {0: [f"<think>x</think>\n\n{item.question.answers[0]}"] * 2}, finish="length"
+    )
     (t,) = run([item.question], engine, environment, Sampling(stop=()), max_turns=2)
     assert not t.correct and t.prediction is None and "limit of new tokens" in t.turns[0].problem
-    assert f"{item.question.answers[0]}<|im_end|>\n<|im_start|>user\n<tool_response>\n{{\"error\"" in tokenizer.decode(t.ids)
+    assert (
+        f'{item.question.answers[0]}<|im_end|>\n<|im_start|>user\n<tool_response>\n{{"error"'
+        in tokenizer.decode(t.ids)
+    )
 
 
 def test_aasd_examples_put_latent_blocks_before_the_calls(codec, rolled):
     for t, example in zip(rolled, aasd_examples(rolled, codec)):
         text = codec.text(example.ids)
-        assert example.num_blocks == len(t.turns) == text.count("<latent>••••</latent>\n\n") and "<think>" not in text
+        assert (
+            example.num_blocks == len(t.turns) == text.count("<latent>••••</latent>\n\n")
+            and "<think>" not in text
+        )
         assert [parse_calls(turn.argument) for turn in t.turns if turn.action == "call"] == [
             parse_calls(found)
-            for found in re.findall(r"<latent>•+</latent>\n\n((?:<tool_call>.*?</tool_call>\n?)+)", text, re.S)
+            for found in re.findall(
+                r"<latent>•+</latent>\n\n((?:<tool_call>.*?</tool_call>\n?)+)", text, re.S
+            )
         ]
         supervised = codec.tokenizer.decode([label for label in example.labels if label >= 0])
         assert supervised.count(END) == len(t.turns) and "tool_response" not in supervised
@@ -124,18 +161,29 @@ def test_aasd_examples_put_latent_blocks_before_the_calls(codec, rolled):
 
 def test_pretraining_feeds_exactly_what_the_agent_loop_records(codec, solved, rolled):
     for item, t in zip(solved, rolled):
-        ids, labels = pretraining.encode(codec, item)
+        ids, labels = pretrain_tool.encode(codec, item)
         assert ids == t.ids
         assert labels == [i if o == Origin.SAMPLED else -100 for i, o in zip(t.ids, t.origins)]
 
 
-@pytest.mark.parametrize("spoil, reason", [
-    (lambda calls: calls[:-1], "turns with calls|wrong_count|Wrong number"),
-    (lambda calls: calls + calls[:1], "turns with calls|Wrong number"),
-    (lambda calls: [{**calls[0], "name": "nothing"}, *calls[1:]], "wrong_func_name|cannot_find_match"),
-    (lambda calls: [{**calls[0], "arguments": {**calls[0]["arguments"], "surplus": 1}}, *calls[1:]],
-     "unexpected_param|cannot_find"),
-])
+@pytest.mark.parametrize(
+    "spoil, reason",
+    [
+        (lambda calls: calls[:-1], "turns with calls|wrong_count|Wrong number"),
+        (lambda calls: calls + calls[:1], "turns with calls|Wrong number"),
+        (
+            lambda calls: [{**calls[0], "name": "nothing"}, *calls[1:]],
+            "wrong_func_name|cannot_find_match",
+        ),
+        (
+            lambda calls: [
+                {**calls[0], "arguments": {**calls[0]["arguments"], "surplus": 1}},
+                *calls[1:],
+            ],
+            "unexpected_param|cannot_find",
+        ),
+    ],
+)
 def test_spoilt_calls_are_wrong(solved, spoil, reason):
     for item in solved:
         request = request_of(item.question)
@@ -167,9 +215,19 @@ def test_the_dense_score_is_an_option_of_the_environment(environment, rolled):
         called = [number for number, turn in enumerate(t.turns) if turn.action == "call"]
         if called:
             calls, _ = parse_calls(t.turns[called[0]].argument)
-            spoilt = calls_text([{**calls[0], "arguments": calls[0]["arguments"] | {"surplus": 1}}, *calls[1:]])
-            more = replace(t, turns=[replace(turn, argument=spoilt) if n == called[0] else turn for n, turn in enumerate(t.turns)])
-            assert dense.correct(more) and not environment.correct(more), "only the official check minds a further argument"
+            spoilt = calls_text(
+                [{**calls[0], "arguments": calls[0]["arguments"] | {"surplus": 1}}, *calls[1:]]
+            )
+            more = replace(
+                t,
+                turns=[
+                    replace(turn, argument=spoilt) if n == called[0] else turn
+                    for n, turn in enumerate(t.turns)
+                ],
+            )
+            assert dense.correct(more) and not environment.correct(more), (
+                "only the official check minds a further argument"
+            )
             fewer = replace(t, turns=[turn for n, turn in enumerate(t.turns) if n != called[0]])
             assert not dense.correct(fewer) and toolmind_score(fewer) < 1.5
     with pytest.raises(ValueError, match="official"):
@@ -177,20 +235,28 @@ def test_the_dense_score_is_an_option_of_the_environment(environment, rolled):
 
 
 def test_the_dense_judge_grades_the_rollouts_that_the_reward_sees(codec, environment, solved):
-    """Two parallel calls and the answer, wholly right and with one call of two: ½ − 0.2 of 1.5 by hand."""
+    """Two parallel calls and the answer, wholly right and with one call of two: ½ − 0.2 of 1.5 by
+    hand."""
     item = next(i for i in solved if i.question.type == "parallel_multiple")
     half = texts(item)
     half[0] = f"<think>one</think>\n\n{calls_text(parse_calls(item.steps[0].argument)[0][:1])}"
     asked, dense = [item.question] * 2, ToolEnvironment(environment.executor, judge="toolmind")
-    for judge, grades, correct in ((dense, [1.0, (0.5 - 0.2) / 1.5], [True, False]), (environment, [None, None], [True, False])):
-        rolled = run(asked, Scripted(codec, {0: texts(item), 1: list(half)}), judge, Sampling(stop=()))
+    for judge, grades, correct in (
+        (dense, [1.0, (0.5 - 0.2) / 1.5], [True, False]),
+        (environment, [None, None], [True, False]),
+    ):
+        rolled = run(
+            asked, Scripted(codec, {0: texts(item), 1: list(half)}), judge, Sampling(stop=())
+        )
         assert [t.correct for t in rolled] == correct
         assert [t.grade for t in rolled] == (pytest.approx(grades) if judge is dense else grades)
         again = [Trajectory.from_json(json.loads(json.dumps(t.to_json()))) for t in rolled]
         outcomes = outcomes_of([Summary.of(t, codec) for t in again], "gg")
         assert [o.grade for o in outcomes] == [t.grade for t in rolled]
         expected = [1.0, 0.3 / 1.5 if judge is dense else 0.0]
-        assert shaped_rewards(outcomes, step=1, total_steps=1, variant="repaired") == pytest.approx(expected)
+        assert shaped_rewards(outcomes, step=1, total_steps=1, variant="repaired") == pytest.approx(
+            expected
+        )
 
 
 def test_hard_turns_are_those_whose_call_needs_a_computation(solved):
@@ -203,10 +269,22 @@ def test_hard_turns_are_those_whose_call_needs_a_computation(solved):
 def test_splits_share_neither_calls_nor_sentences():
     def calls(split, seed):
         items = questions.solved_questions(split, 300, seed)
-        made = [call for item in items for turn in request_of(item.question).truth for call in bfcl.reference_calls(turn)]
-        return {json.dumps([own_name(call["name"])[0], call["arguments"]], sort_keys=True) for call in made}, items
+        made = [
+            call
+            for item in items
+            for turn in request_of(item.question).truth
+            for call in bfcl.reference_calls(turn)
+        ]
+        return {
+            json.dumps([own_name(call["name"])[0], call["arguments"]], sort_keys=True)
+            for call in made
+        }, items
 
-    (train, _), (validation, _), (test, _) = drawn = calls("train", 0), calls("validation", 0), calls("test", 0)
+    (train, _), (validation, _), (test, _) = drawn = (
+        calls("train", 0),
+        calls("validation", 0),
+        calls("test", 0),
+    )
     assert not train & validation and not train & test and not validation & test
     again, _ = calls("train", 1)
     assert len(again - train) > len(again) / 2 and not again & test
@@ -214,7 +292,8 @@ def test_splits_share_neither_calls_nor_sentences():
         assert all(item.question.text.startswith(opening) for item in items), split
     assert not any(item.question.text.startswith(OPENINGS["train"]) for item in drawn[2][1])
     for wordings, (one, two) in itertools.product(
-        (questions._SENTENCES, questions._CONNECTIONS), itertools.combinations(("train", "validation", "test"), 2)
+        (questions._SENTENCES, questions._CONNECTIONS),
+        itertools.combinations(("train", "validation", "test"), 2),
     ):
         assert not set(wordings[one]) & set(wordings[two])
     assert {q.world for q in questions.test_questions(12)} == {"test"}
@@ -225,7 +304,9 @@ def test_pretraining_has_the_calls_of_training_in_fewer_sentences():
     few = tuple(sentence.split("{0}")[0] for sentence in questions._SENTENCES["pretraining"])
     assert all(item.question.text.startswith(few) for item in narrow)
     assert 0.4 < sum(not item.question.text.startswith(few) for item in wide) / 400 < 0.9
-    with pytest.raises(ValueError, match="unknown split 'held-out': expected one of pretraining, train"):
+    with pytest.raises(
+        ValueError, match="unknown split 'held-out': expected one of pretraining, train"
+    ):
         questions.solved_questions("held-out", 1, 0)
 
 
@@ -237,7 +318,9 @@ def test_a_function_has_another_name_in_another_request_and_an_absent_one_has_no
         assert len(set(functions)) == len(offered) and set(functions) <= set(TOOLS)
         for function, name in zip(functions, offered):
             names.setdefault(function, set()).add(name)
-        written = re.findall(r'"(\w+)"(?:, with| but)', " ".join(step.thought for step in item.steps))
+        written = re.findall(
+            r'"(\w+)"(?:, with| but)', " ".join(step.thought for step in item.steps)
+        )
         if item.question.type == "irrelevance":
             assert written and not set(functions) & set(written) and set(written) <= set(TOOLS)
             absent += 1
@@ -257,7 +340,10 @@ def test_requests_are_written_in_bfcls_own_format(solved, tmp_path, monkeypatch)
     kept = [item.question for item in solved if item.question.type != "multi_turn"]
     questions.write_bfcl([item.question for item in solved], tmp_path / "data")
     for category in ("simple", "multiple", "parallel", "parallel_multiple"):
-        for path in (tmp_path / "data" / f"{category}.json", tmp_path / "data" / "possible_answer" / f"{category}.json"):
+        for path in (
+            tmp_path / "data" / f"{category}.json",
+            tmp_path / "data" / "possible_answer" / f"{category}.json",
+        ):
             name = {"simple": "simple_python"}.get(category, category)
             path.rename(path.with_name(f"BFCL_v4_{name}.json"))
     monkeypatch.setattr(bfcl, "_package", lambda: tmp_path)
@@ -272,14 +358,27 @@ def test_requests_are_written_in_bfcls_own_format(solved, tmp_path, monkeypatch)
 def test_bfcl_questions_end_with_their_first_calls(codec):
     environment = ToolEnvironment(execute=False)
     asked = bfcl.load_category("parallel")[:8] + bfcl.load_category("irrelevance")[:8]
-    turns = {row: ["<think>so</think>\n\n" + (calls_text(bfcl.reference_calls(q.ground_truth)) if q.ground_truth else "I cannot.")]
-             for row, q in enumerate(asked)}
+    turns = {
+        row: [
+            "<think>so</think>\n\n"
+            + (calls_text(bfcl.reference_calls(q.ground_truth)) if q.ground_truth else "I cannot.")
+        ]
+        for row, q in enumerate(asked)
+    }
     turns[9] = [f"<think>so</think>\n\n{calls_text([{'name': 'f', 'arguments': {}}])}"]
     turns[0] = ["<think>so</think>\n\n<tool_call>[1]</tool_call>"]
-    trajectories = run([bfcl_request(q).question(q.id) for q in asked], Scripted(codec, turns), environment, Sampling(stop=()))
+    trajectories = run(
+        [bfcl_request(q).question(q.id) for q in asked],
+        Scripted(codec, turns),
+        environment,
+        Sampling(stop=()),
+    )
     assert [t.correct for t in trajectories] == [row not in (0, 9) for row in range(16)]
     assert all(t.finish == "answer" and len(t.turns) == 1 for t in trajectories)
-    assert "not an object" in verdict(trajectories[0]).reason and "no call was right" in verdict(trajectories[9]).reason
+    assert (
+        "not an object" in verdict(trajectories[0]).reason
+        and "no call was right" in verdict(trajectories[9]).reason
+    )
 
 
 def test_chains_of_thought_compute_what_they_say():
@@ -295,12 +394,16 @@ def test_chains_of_thought_compute_what_they_say():
         assert sum(int(r) * 10**n for n, (*_, r) in enumerate(columns)) == a - b
         start, days = date(2000, 1, 1) + timedelta(rng.randrange(9000)), rng.randint(3, 28)
         assert arithmetic.later_text(start, days).endswith(f"so {start + timedelta(days)}")
-    assert arithmetic.times_text(13, 24) == "13*24: 13*4=52, 13*20=260, 260+52: ones 0+2=2, tens 6+5=11, hundreds 2+0+1=3, so 312"
+    assert (
+        arithmetic.times_text(13, 24)
+        == "13*24: 13*4=52, 13*20=260, 260+52: ones 0+2=2, tens 6+5=11, hundreds 2+0+1=3, so 312"
+    )
     assert arithmetic.times_text(3, 7) == "3*7, so 21"
 
 
 def test_trajectories_are_short(rolled):
-    """With the search model's tokenizer, which splits these texts finer than one of their own does: 400 is the aim for that."""
+    """With the search model's tokenizer, which splits these texts finer than one of their own does:
+    400 is the aim for that."""
     assert sum(len(t.ids) for t in rolled) / len(rolled) < 800
 
 
@@ -311,7 +414,9 @@ def test_an_unknown_category_is_an_error():
 
 def test_a_bfcl_evaluation_goes_on_where_it_was_interrupted(codec, tmp_path):
     asked = bfcl.load_category("multiple")[:5]
-    right = ["<think>so</think>\n\n" + calls_text(bfcl.reference_calls(q.ground_truth)) for q in asked]
+    right = [
+        "<think>so</think>\n\n" + calls_text(bfcl.reference_calls(q.ground_truth)) for q in asked
+    ]
 
     def engine(answers):
         return Scripted(codec, {row: [text] for row, text in enumerate(answers)})
@@ -319,8 +424,12 @@ def test_a_bfcl_evaluation_goes_on_where_it_was_interrupted(codec, tmp_path):
     (tmp_path / "model").mkdir()
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(b"one")
-    settings = dict(checkpoint=weights.parent, categories=["multiple"], questions=5, shard=2, max_new_tokens=64)
-    with pytest.raises(KeyError):  # the engine has turns for the first shard only, then dies in the next
+    settings = dict(
+        checkpoint=weights.parent, categories=["multiple"], questions=5, shard=2, max_new_tokens=64
+    )
+    with pytest.raises(
+        KeyError
+    ):  # the engine has turns for the first shard only, then dies in the next
         evaluate_bfcl(OnlyOnce(engine(right[:2])), tmp_path, **settings)
     assert [path.name for path in sorted(tmp_path.glob("*.jsonl"))] == ["multiple-00000-2.jsonl"]
     spoilt = Scripted(codec, {0: [right[2], right[4]], 1: ["<think>so</think>\n\nno idea"]})
@@ -330,7 +439,9 @@ def test_a_bfcl_evaluation_goes_on_where_it_was_interrupted(codec, tmp_path):
     again = evaluate_bfcl(engine([]), tmp_path, **settings)
     assert list(again["correct"]) == list(table["correct"])
     narrow = evaluate_bfcl(engine([]), tmp_path / "narrow", **settings, context=100)
-    assert not narrow["correct"].any() and narrow["reason"].str.contains("longer than the model").all()
+    assert (
+        not narrow["correct"].any() and narrow["reason"].str.contains("longer than the model").all()
+    )
     with pytest.raises(ValueError, match="simple_java"):
         evaluate_bfcl(engine([]), tmp_path / "java", **settings | {"categories": ["simple_java"]})
     with pytest.raises(ValueError, match="other settings"):
@@ -342,14 +453,28 @@ def test_a_bfcl_evaluation_goes_on_where_it_was_interrupted(codec, tmp_path):
 
 def test_the_command_evaluates_a_checkpoint_on_bfcl_and_goes_on(tmp_path, capsys):
     model = embedded("tool")
-    wanted = ["--categories", "simple_python", "irrelevance", "--questions", "3", "--mode", "off", "--max-new-tokens", "64"]
+    wanted = [
+        "--categories",
+        "simple_python",
+        "irrelevance",
+        "--questions",
+        "3",
+        "--mode",
+        "off",
+        "--max-new-tokens",
+        "64",
+    ]
     results = tmp_path / "results"
     assert bfcl_command([str(model), str(results), *wanted]) == 0
     printed = capsys.readouterr().out
     table = pd.read_csv(results / "accuracy.csv").set_index("category")
     questions = pd.read_csv(results / "questions.csv")
-    assert list(table.index) == ["simple_python", "irrelevance", "macro"] and list(table["questions"]) == [3, 3, 6]
-    assert table.loc["macro", "accuracy"] == pytest.approx(questions.groupby("category")["correct"].mean().mean())
+    assert list(table.index) == ["simple_python", "irrelevance", "macro"] and list(
+        table["questions"]
+    ) == [3, 3, 6]
+    assert table.loc["macro", "accuracy"] == pytest.approx(
+        questions.groupby("category")["correct"].mean().mean()
+    )
     assert all(name in printed for name in table.index)
     written = {path: path.stat().st_mtime_ns for path in results.glob("*.jsonl")}
     assert len(written) == 2 and bfcl_command([str(model), str(results), *wanted]) == 0

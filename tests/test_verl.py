@@ -1,8 +1,10 @@
-"""Real verl on CPU processes: two AR-GRPO steps, resumed jobs equal to uninterrupted ones, one rollout for both trainers.
+"""Real verl on CPU processes: two AR-GRPO steps, resumed jobs equal to uninterrupted ones, one
+rollout for both trainers.
 
-A job is a subprocess with a Ray cluster of its own and costs about 135 seconds of CPU time, nearly all of it imports. So one
-combination of LoRA or full with cached or recomputed latents runs by default, the others and a killed worker are `full`;
-tests/test_verl_engine.py has the mathematics of all four.
+A job is a subprocess with a Ray cluster of its own and costs about 135 seconds of CPU time, nearly
+all of it imports. So one combination of LoRA or full with cached or recomputed latents runs by
+default, the others and a killed worker are `full`; tests/test_verl_engine.py has the mathematics of
+all four.
 """
 
 import importlib.util
@@ -17,21 +19,22 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from alar.jsonl import read_jsonl
+from alar.domains.search.environment import SearchEnvironment
+from alar.domains.search.questions import training_questions, validation_questions
+from alar.engines import verl as package
+from alar.engines.verl import Job, VerlUnavailable
+from alar.engines.verl.data import read_prompts, write_prompts
+from alar.engines.verl.launch import JobFailed, train, verl_job
+from alar.engines.verl.settings import hydra_values
+from alar.files import read_jsonl
 from alar.model import from_base, load, save
-from alar.rl import verl as package
 from alar.rl.config import RLConfig
 from alar.rl.rollouts import prompts_of_step
 from alar.rl.trainer import ARGRPO
-from alar.rl.verl import Job, VerlUnavailable
-from alar.rl.verl.data import read_prompts, write_prompts
-from alar.rl.verl.launch import JobFailed, train, verl_job
-from alar.rl.verl.settings import hydra_values
-from alar.search.environment import SearchEnvironment
-from alar.search.questions import training_questions, validation_questions
 
 needs_verl = pytest.mark.skipif(
-    importlib.util.find_spec("verl") is None, reason="verl is not installed: python run_all.py --install engines"
+    importlib.util.find_spec("verl") is None,
+    reason="verl is not installed: python run_all.py --install engines",
 )
 
 RL = RLConfig(
@@ -45,8 +48,18 @@ PAIRS = {
     "full-cached": dict(trainable="full", latents="cached"),
     "lora-recomputed": dict(trainable="lora", latents="recomputed", train_projector=True),
 }
-CASES = [pytest.param(name, marks=[pytest.mark.full] * (number > 0)) for number, name in enumerate(PAIRS)]
-BEHAVIOUR = ("reward", "accuracy", "well_formed", "generated_tokens", "latent_share", "zero_variance_share", "learning_rate")
+CASES = [
+    pytest.param(name, marks=[pytest.mark.full] * (number > 0)) for number, name in enumerate(PAIRS)
+]
+BEHAVIOUR = (
+    "reward",
+    "accuracy",
+    "well_formed",
+    "generated_tokens",
+    "latent_share",
+    "zero_variance_share",
+    "learning_rate",
+)
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +102,14 @@ def without_time(rows):
 
 
 @needs_verl
-@pytest.mark.full  # a second start of Ray and of all workers: minutes; test_verl_engine.py resumes without them by default
+# a second start of Ray and of all workers: minutes; test_verl_engine.py resumes without them by
+# default
+@pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_job_resumed_from_step_1_equals_an_uninterrupted_one(uninterrupted, base, questions, tmp_path, name):
+def test_a_job_resumed_from_step_1_equals_an_uninterrupted_one(
+    uninterrupted, base, questions, tmp_path, name
+):
     whole, expected = uninterrupted(name)
     job = a_job(base, tmp_path, questions, name)
     shutil.copytree(whole.state / "global_step_1", job.state / "global_step_1")
@@ -100,7 +117,9 @@ def test_a_job_resumed_from_step_1_equals_an_uninterrupted_one(uninterrupted, ba
     shutil.copy(whole.metrics, job.metrics)  # with a row of step 2, which is done again
     rows = []
     train(job, log=rows.append)
-    for one, other in zip(without_time(read_jsonl(job.metrics)), without_time(expected), strict=True):
+    for one, other in zip(
+        without_time(read_jsonl(job.metrics)), without_time(expected), strict=True
+    ):
         assert one == pytest.approx(other, nan_ok=True)
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[1]["diversity_weight"] == 0 < rows[0]["diversity_weight"] < 1
@@ -116,12 +135,16 @@ def test_a_job_resumed_from_step_1_equals_an_uninterrupted_one(uninterrupted, ba
 @pytest.mark.parametrize("name", CASES)
 def test_the_actor_gives_sampled_tokens_the_probability_they_were_sampled_with(uninterrupted, name):
     _, rows = uninterrupted(name)
-    assert rows[0]["ratio_error"] <= 1e-4  # the largest; after z of an untrained projector come tokens of tiny probability
+    assert (
+        rows[0]["ratio_error"] <= 1e-4
+    )  # the largest; after z of an untrained projector come tokens of tiny probability
 
 
 @needs_verl
 @pytest.mark.timeout(1200)
-def test_both_trainers_have_the_same_rollouts_and_make_the_same_updates(uninterrupted, base, questions, tmp_path):
+def test_both_trainers_have_the_same_rollouts_and_make_the_same_updates(
+    uninterrupted, base, questions, tmp_path
+):
     job, rows = uninterrupted("full-recomputed")
     expected = []
     model, tokenizer = load(base)
@@ -130,35 +153,60 @@ def test_both_trainers_have_the_same_rollouts_and_make_the_same_updates(uninterr
 
     def keep(row):
         expected.append(row)
-        after.append({key: value.detach().clone() for key, value in trainer.model.named_parameters()})
+        after.append(
+            {key: value.detach().clone() for key, value in trainer.model.named_parameters()}
+        )
 
     trainer.fit(log=keep)
     assert set(expected[0]) - {"loss"} <= set(rows[0])
     for one, other in zip(rows, expected, strict=True):
-        assert {key: one[key] for key in BEHAVIOUR} == pytest.approx({key: other[key] for key in BEHAVIOUR}, nan_ok=True)
+        assert {key: one[key] for key in BEHAVIOUR} == pytest.approx(
+            {key: other[key] for key in BEHAVIOUR}, nan_ok=True
+        )
     assert rows[0]["loss"] == pytest.approx(expected[0]["loss"], abs=1e-5)
     assert rows[1]["kl"] == pytest.approx(expected[1]["kl"], rel=1e-2)
     checked = [key for key in expected[1] if key.startswith("validation_")]
-    assert len(checked) == 4 and {k: rows[1][k] for k in checked} == pytest.approx({k: expected[1][k] for k in checked})
-    start, everywhere = weights(base), {key: torch.ones_like(value, dtype=torch.bool) for key, value in after[0].items()}
-    assert apart(after[0], actor_weights(job.state / "global_step_1"), start, everywhere) <= 0.005  # 0.001 seen
-    determined = {key: well_determined(trainer.optimizer, value) for key, value in trainer.model.named_parameters()}
-    assert sum(where.sum() for where in determined.values()) > 0.5 * sum(where.numel() for where in determined.values())
+    assert len(checked) == 4 and {k: rows[1][k] for k in checked} == pytest.approx(
+        {k: expected[1][k] for k in checked}
+    )
+    start, everywhere = (
+        weights(base),
+        {key: torch.ones_like(value, dtype=torch.bool) for key, value in after[0].items()},
+    )
+    assert (
+        apart(after[0], actor_weights(job.state / "global_step_1"), start, everywhere) <= 0.005
+    )  # 0.001 seen
+    determined = {
+        key: well_determined(trainer.optimizer, value)
+        for key, value in trainer.model.named_parameters()
+    }
+    assert sum(where.sum() for where in determined.values()) > 0.5 * sum(
+        where.numel() for where in determined.values()
+    )
     assert apart(after[1], weights(job.checkpoint), start, determined) <= 0.02
 
 
 def actor_weights(checkpoint):
     """Those that verl saved after a step, of its one process."""
     saved = torch.load(checkpoint / "actor" / "model_world_size_1_rank_0.pt", weights_only=False)
-    return {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in saved.items()}
+    return {
+        key: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for key, value in saved.items()
+    }
 
 
 def well_determined(optimizer, parameter):
-    """Where gradients are far above AdamW's eps. Elsewhere a step of full size follows the sign of rounding errors."""
-    ((decay,), state) = {group["betas"][1] for group in optimizer.param_groups}, optimizer.state[parameter]
+    """Where gradients are far above AdamW's eps. Elsewhere a step of full size follows the sign of
+    rounding errors."""
+    (decay,), state = (
+        {group["betas"][1] for group in optimizer.param_groups},
+        optimizer.state[parameter],
+    )
     if not state:
         return torch.ones_like(parameter, dtype=torch.bool)
-    return (state["exp_avg_sq"] / (1 - decay ** state["step"].item())).sqrt() > 100 * optimizer.defaults["eps"]
+    return (
+        state["exp_avg_sq"] / (1 - decay ** state["step"].item())
+    ).sqrt() > 100 * optimizer.defaults["eps"]
 
 
 def apart(ours, theirs, start, where):
@@ -172,7 +220,9 @@ def apart(ours, theirs, start, where):
 @needs_verl
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-def test_a_killed_worker_ends_the_job_clearly_and_it_resumes(uninterrupted, base, questions, tmp_path):
+def test_a_killed_worker_ends_the_job_clearly_and_it_resumes(
+    uninterrupted, base, questions, tmp_path
+):
     whole, expected = uninterrupted("full-recomputed")
     job = a_job(base, tmp_path, questions, "full-recomputed")
 
@@ -197,7 +247,10 @@ def test_prompts_come_back_from_the_parquet_file_in_the_order_of_the_steps(quest
     path = write_prompts(tmp_path / "prompts.parquet", ordered)
     assert read_prompts(path) == ordered and {q.id for q in ordered[:6]} == {q.id for q in asked}
     row = pq.read_table(path).to_pylist()[3]
-    assert row["prompt"][0]["role"] == "user" and ordered[3].text.rstrip("?") in row["prompt"][0]["content"]
+    assert (
+        row["prompt"][0]["role"] == "user"
+        and ordered[3].text.rstrip("?") in row["prompt"][0]["content"]
+    )
     assert json.loads(row["reward_model"]["ground_truth"]) == list(ordered[3].answers)
     with pytest.raises(ValueError, match="no questions"):
         write_prompts(path, [])
@@ -209,7 +262,10 @@ def test_a_job_survives_its_file_and_reaches_verl_whole(base, questions, tmp_pat
     values = hydra_values(job)
     assert values["alar"] == asdict(job)
     assert values["actor_rollout_ref.model.override_config"]["alar"]["rl"] == asdict(job.rl)
-    assert values["actor_rollout_ref.model.lora_rank"] == 4 and values["actor_rollout_ref.actor.kl_loss_coef"] == 0.1
+    assert (
+        values["actor_rollout_ref.model.lora_rank"] == 4
+        and values["actor_rollout_ref.actor.kl_loss_coef"] == 0.1
+    )
 
 
 @pytest.mark.parametrize(
@@ -229,7 +285,11 @@ def test_jobs_that_cannot_be_are_refused(changes, message):
 @pytest.mark.parametrize(
     "key, value, remedy",
     [
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", 2, "ulysses_sequence_parallel_size to 1"),
+        (
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+            2,
+            "ulysses_sequence_parallel_size to 1",
+        ),
         ("actor_rollout_ref.actor.strategy", "fsdp", "set it to fsdp2"),
         ("algorithm.use_kl_in_reward", True, "actor.use_kl_loss"),
         ("trainer.v1.trainer_mode", "colocate_async", "set it to sync"),
@@ -238,7 +298,7 @@ def test_jobs_that_cannot_be_are_refused(changes, message):
 )
 def test_what_verl_would_compute_wrongly_is_refused_with_the_remedy(key, value, remedy):
     omegaconf = pytest.importorskip("omegaconf")
-    from alar.rl.verl.settings import check
+    from alar.engines.verl.settings import check
 
     job = Job(model="", folder="x", prompts="", validation="", rl=RL)
     config = omegaconf.OmegaConf.create()
@@ -249,7 +309,7 @@ def test_what_verl_would_compute_wrongly_is_refused_with_the_remedy(key, value, 
 
 
 def test_a_folder_of_another_job_is_refused(base, questions, tmp_path, monkeypatch):
-    monkeypatch.setattr("alar.rl.verl.launch.require_verl", lambda: None)
+    monkeypatch.setattr("alar.engines.verl.launch.require_verl", lambda: None)
     job = a_job(base, tmp_path, questions, "lora-cached")
     job.save()
     job.state.mkdir()
@@ -257,7 +317,9 @@ def test_a_folder_of_another_job_is_refused(base, questions, tmp_path, monkeypat
         train(replace(job, rl=replace(job.rl, learning_rate=0.5)))
 
 
-def test_without_verl_the_error_names_the_command_that_installs_it(base, questions, tmp_path, monkeypatch):
+def test_without_verl_the_error_names_the_command_that_installs_it(
+    base, questions, tmp_path, monkeypatch
+):
     def missing(name):
         raise package.settings.importlib.metadata.PackageNotFoundError(name)
 

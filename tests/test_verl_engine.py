@@ -1,6 +1,8 @@
-"""verl's engine and our single-process trainer do the same mathematics: log-probs, gradient and one step of plain SGD.
+"""verl's engine and our single-process trainer do the same mathematics: log-probs, gradient and one
+step of plain SGD.
 
-All cases run in one process of their own (tests/verl_engine.py): verl chooses its platform when it is imported.
+All cases run in one process of their own (tests/verl_engine.py): verl chooses its platform when it
+is imported.
 """
 
 import importlib.util
@@ -11,14 +13,15 @@ import sys
 
 import pytest
 
-from alar import runs
 from alar.model import from_base, save
+from alar.study.stage import repository
 
 CASES = ["full-recomputed", "full-cached", "lora-recomputed", "lora-cached"]
 
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("verl") is None, reason="verl is not installed: python run_all.py --install engines"
+    importlib.util.find_spec("verl") is None,
+    reason="verl is not installed: python run_all.py --install engines",
 )
 
 
@@ -28,8 +31,12 @@ def results(tmp_path_factory):
     save(*from_base("embedded"), folder / "model")
     process = subprocess.run(
         [sys.executable, "tests/verl_engine.py", str(folder / "model"), str(folder)],
-        cwd=runs.repository(), capture_output=True, text=True, timeout=1200,
-        env=os.environ | {"PYTHONPATH": str(runs.repository()), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        cwd=repository(),
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        env=os.environ
+        | {"PYTHONPATH": str(repository()), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )
     assert process.returncode == 0, process.stderr[-4000:]
     return json.loads((folder / "result.json").read_text())
@@ -59,7 +66,9 @@ def test_gradients_and_one_sgd_step_equal_the_single_process_trainer(results, ca
 def test_both_report_the_same_loss_and_kl(results, case):
     single, verl = results[case]["single"], results[case]["verl"]
     assert verl["actor/pg_loss"] == pytest.approx(single["loss"], rel=1e-4, abs=1e-6)
-    assert verl["kl_loss"] == pytest.approx(single["kl"], rel=1e-4, abs=1e-7) and single["kl"] > 1e-6
+    assert (
+        verl["kl_loss"] == pytest.approx(single["kl"], rel=1e-4, abs=1e-7) and single["kl"] > 1e-6
+    )
 
 
 @pytest.mark.timeout(1300)

@@ -1,6 +1,8 @@
-"""`ServedEngine`: our agent loop on a server that answers one request at a time, as verl's vLLM server does.
+"""`ServedEngine`: our agent loop on a server that answers one request at a time, as verl's vLLM
+server does.
 
-The server here is the in-process engine behind verl's client interface; contexts reach it as token ids only.
+The server here is the in-process engine behind verl's client interface; contexts reach it as token
+ids only.
 """
 
 import asyncio
@@ -11,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
+from alar.domains.search.environment import SearchEnvironment
+from alar.domains.search.questions import training_questions
+from alar.engines.verl.vllm import ServedEngine, replay
 from alar.records import Origin
 from alar.rl.config import RLConfig
 from alar.rl.rollouts import mode_plan
-from alar.rl.verl.vllm import ServedEngine, replay
 from alar.rollout.engine import Sampling, TurnRequest
 from alar.rollout.hf import HFEngine
 from alar.rollout.loop import run
-from alar.search.environment import SearchEnvironment
-from alar.search.questions import training_questions
 
 CONFIG = RLConfig(group_size=4, explore_fraction=0.5)
 
@@ -31,21 +33,37 @@ class Client:
         self.engine, self.model = HFEngine(model, tokenizer), model
 
     async def generate(self, request_id, *, prompt_ids, sampling_params):
-        await asyncio.sleep(0.001 * (int(request_id.split(".")[1]) % 3))  # answers come in another order
+        await asyncio.sleep(
+            0.001 * (int(request_id.split(".")[1]) % 3)
+        )  # answers come in another order
         extra = sampling_params["extra_args"]
         written = extra.get("latent_written", 0)
-        context, forced = prompt_ids[: len(prompt_ids) - written], prompt_ids[len(prompt_ids) - written :]
+        context, forced = (
+            prompt_ids[: len(prompt_ids) - written],
+            prompt_ids[len(prompt_ids) - written :],
+        )
         with torch.no_grad():
             known = self.model.latent_states(torch.tensor([context])).latents.numpy()
-        request = TurnRequest(0, context, known, forced, sampling_params["seed"] or 0, extra.get("latent_mode") != "off")
+        request = TurnRequest(
+            0,
+            context,
+            known,
+            forced,
+            sampling_params["seed"] or 0,
+            extra.get("latent_mode") != "off",
+        )
         sampling = Sampling(
-            sampling_params["max_tokens"] + written, sampling_params["temperature"], stop=tuple(extra["latent_stops"])
+            sampling_params["max_tokens"] + written,
+            sampling_params["temperature"],
+            stop=tuple(extra["latent_stops"]),
         )
         output = self.engine.generate([request], sampling)[0]
         self.engine.release([0])
         return SimpleNamespace(
-            token_ids=output.ids[written:], log_probs=np.nan_to_num(output.logprobs[written:]).tolist(),
-            stop_reason="completed", extra_fields={"latents": np.asarray(output.latents)},
+            token_ids=output.ids[written:],
+            log_probs=np.nan_to_num(output.logprobs[written:]).tolist(),
+            stop_reason="completed",
+            extra_fields={"latents": np.asarray(output.latents)},
         )
 
 
@@ -61,7 +79,9 @@ def loop():
 
 def test_trajectories_equal_those_of_the_in_process_engine(random_model, loop):
     model, tokenizer = random_model()
-    questions = [q for q in training_questions(2, worlds=1, seed=0) for _ in range(CONFIG.group_size)]
+    questions = [
+        q for q in training_questions(2, worlds=1, seed=0) for _ in range(CONFIG.group_size)
+    ]
     sampling = Sampling(24, 1.0)
     common = dict(modes=mode_plan(CONFIG, 1), max_turns=3, seed=7, first_row=4)
     local = HFEngine(model, tokenizer)
@@ -84,11 +104,17 @@ def test_an_answer_that_breaks_a_block_is_an_error(random_model, loop):
     codec = HFEngine(*random_model()).codec
     opened = TurnRequest(3, codec.prompt("Who?"), [], codec.separator + codec.latent_open)
     plain = codec.trusted("abc")[0]
-    answer = SimpleNamespace(token_ids=[plain], log_probs=[0.0], extra_fields={"latents": []}, stop_reason="completed")
-    with pytest.raises(RuntimeError, match=f"wrote {plain}, the open block asks for {codec.latent_token_id}"):
+    answer = SimpleNamespace(
+        token_ids=[plain], log_probs=[0.0], extra_fields={"latents": []}, stop_reason="completed"
+    )
+    with pytest.raises(
+        RuntimeError, match=f"wrote {plain}, the open block asks for {codec.latent_token_id}"
+    ):
         replay(codec, opened, Sampling(20), answer)
     known = {"latents": [np.zeros(64)]}
-    cut = SimpleNamespace(token_ids=[codec.latent_token_id], log_probs=[0.0], extra_fields=known, stop_reason="length")
+    cut = SimpleNamespace(
+        token_ids=[codec.latent_token_id], log_probs=[0.0], extra_fields=known, stop_reason="length"
+    )
     with pytest.raises(RuntimeError, match="ended the turn early"):
         replay(codec, opened, Sampling(20), cut)
 
@@ -96,7 +122,9 @@ def test_an_answer_that_breaks_a_block_is_an_error(random_model, loop):
 def test_released_turns_are_forgotten(random_model, loop):
     model, tokenizer = random_model()
     engine = ServedEngine(Client(model, tokenizer), HFEngine(model, tokenizer).codec, loop)
-    engine.submit([TurnRequest(session, engine.codec.prompt("Who?"), []) for session in (1, 2)], Sampling(4))
+    engine.submit(
+        [TurnRequest(session, engine.codec.prompt("Who?"), []) for session in (1, 2)], Sampling(4)
+    )
     engine.release([1])
     turns = []
     while engine.busy:

@@ -1,6 +1,8 @@
-"""vLLM against decoding one token at a time with transformers: ids, log-probs, z, origins, over every situation.
+"""vLLM against decoding one token at a time with transformers: ids, log-probs, z, origins, over
+every situation.
 
-vLLM runs in a process of its own (`vllm_process.py`); everything here is skipped where it is not installed.
+vLLM runs in a process of its own (`vllm_process.py`); everything here is skipped where it is not
+installed.
 """
 
 import itertools
@@ -20,28 +22,35 @@ import pytest
 import torch
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from alar.baselines.dual.build import build
-from alar.bench.serving import NEAR_TIE, agreement
+from alar.domains.search.environment import SearchEnvironment
+from alar.domains.search.questions import validation_questions
+from alar.domains.tool import questions as tool_questions
+from alar.domains.tool.environment import ToolEnvironment
+from alar.engines.vllm.checks import INSTALL, TESTED_VLLM, vllm_version
+from alar.methods.dual.build import build
 from alar.model import embedded, from_base, load, load_base, save
 from alar.records import Origin
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Engine, Sampling, TurnRequest
 from alar.rollout.hf import HFEngine, policy_logits
 from alar.rollout.loop import run
-from alar.rollout.vllm.checks import INSTALL, TESTED_VLLM, vllm_version
-from alar.search.environment import SearchEnvironment
-from alar.search.questions import validation_questions
-from alar.tool import questions as tool_questions
-from alar.tool.environment import ToolEnvironment
+from alar.study.bench.serving import NEAR_TIE, agreement
 
 pytestmark = [
-    pytest.mark.skipif(vllm_version() not in TESTED_VLLM, reason=f"vLLM {TESTED_VLLM[-1]} is not installed: {INSTALL}"),
+    pytest.mark.skipif(
+        vllm_version() not in TESTED_VLLM,
+        reason=f"vLLM {TESTED_VLLM[-1]} is not installed: {INSTALL}",
+    ),
     pytest.mark.timeout(900),
 ]
 SAMPLING = Sampling(max_new_tokens=20, stop=("</search>",))
 ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TQDM_DISABLE": "1",
 }
 
 
@@ -54,8 +63,10 @@ class Bench:
         script = Path(__file__).with_name("vllm_process.py")
         with Listener(address, "AF_UNIX") as listener:
             self.process = subprocess.Popen(
-                [sys.executable, str(script), address], env=os.environ | ENVIRONMENT | environment,
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                [sys.executable, str(script), address],
+                env=os.environ | ENVIRONMENT | environment,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
             )
             self.connection = listener.accept()
 
@@ -112,7 +123,8 @@ def bench():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, tokenizer):
-    """checkpoint(family, K) → (folder, model, codec): random, 2 layers, head dimension 32 as vLLM on a CPU wants it."""
+    """checkpoint(family, K) → (folder, model, codec): random, 2 layers, head dimension 32 as vLLM
+    on a CPU wants it."""
     root = tmp_path_factory.mktemp("checkpoints")
 
     @lru_cache
@@ -120,13 +132,23 @@ def checkpoint(tmp_path_factory, tokenizer):
         kinds = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
         config_class, model_class = kinds[family]
         torch.manual_seed(seed)
-        small = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
+        small = dict(
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
         sizes = small | sizes
         base = model_class(
             config_class(
-                vocab_size=len(tokenizer) + 16, head_dim=sizes["hidden_size"] // sizes["num_attention_heads"],
-                tie_word_embeddings=True, max_position_embeddings=2048, eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id, **sizes,
+                vocab_size=len(tokenizer) + 16,
+                head_dim=sizes["hidden_size"] // sizes["num_attention_heads"],
+                tie_word_embeddings=True,
+                max_position_embeddings=2048,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+                **sizes,
             )
         )
         for parameter in base.parameters():
@@ -135,7 +157,9 @@ def checkpoint(tmp_path_factory, tokenizer):
         folder = root / f"{family}-{num_latent}-{seed}-{projector_kind}-{sizes['hidden_size']}"
         base.save_pretrained(folder / "base")
         tokenizer.save_pretrained(folder / "base")
-        model, extended = from_base(folder / "base", num_latent=num_latent, seed=3, projector_kind=projector_kind)
+        model, extended = from_base(
+            folder / "base", num_latent=num_latent, seed=3, projector_kind=projector_kind
+        )
         save(model, extended, folder / "latent")
         return folder / "latent", model, Codec.of(model, extended)
 
@@ -144,12 +168,21 @@ def checkpoint(tmp_path_factory, tokenizer):
 
 @torch.no_grad()
 def decode_slowly(model, codec, request: TurnRequest, sampling: Sampling):
-    """One request: the context in pieces between latent positions, then one token at a time. Returns ids, log-probs of
-    sampled tokens, z, and the margin by which each token was chosen. Its draws are those of `HFEngine`."""
-    cache, hidden, margins, rng = DynamicCache(config=model.config), None, [], random.Random(request.seed)
+    """One request: the context in pieces between latent positions, then one token at a time.
+    Returns ids, log-probs of sampled tokens, z, and the margin by which each token was chosen. Its
+    draws are those of `HFEngine`.
+    """
+    cache, hidden, margins, rng = (
+        DynamicCache(config=model.config),
+        None,
+        [],
+        random.Random(request.seed),
+    )
 
     def feed(embeddings):
-        return model.model(inputs_embeds=embeddings[None], past_key_values=cache, use_cache=True).last_hidden_state[0, -1:]
+        return model.model(
+            inputs_embeds=embeddings[None], past_key_values=cache, use_cache=True
+        ).last_hidden_state[0, -1:]
 
     def think(step):
         z = model.model.projector(hidden, step)
@@ -168,7 +201,9 @@ def decode_slowly(model, codec, request: TurnRequest, sampling: Sampling):
             text.append(token)
     ids, logprobs, latents, queue = [], [], [], [(token, "forced") for token in request.forced]
     ends_open = not request.forced and codec.text(list(request.ids)[-8:]).endswith("<latent>")
-    block = [(codec.latent_token_id, "latent")] * codec.num_latent + [(piece, "forced") for piece in codec.latent_close]
+    block = [(codec.latent_token_id, "latent")] * codec.num_latent + [
+        (piece, "forced") for piece in codec.latent_close
+    ]
     if ends_open and request.allow_latent:
         queue += block
     while True:
@@ -194,7 +229,11 @@ def decode_slowly(model, codec, request: TurnRequest, sampling: Sampling):
             latents.append(z[0].numpy())
         else:
             written = codec.text(ids)
-            if written.endswith("<latent>") and written.count("<think>") == written.count("</think>") and request.allow_latent:
+            if (
+                written.endswith("<latent>")
+                and written.count("<think>") == written.count("</think>")
+                and request.allow_latent
+            ):
                 queue[:0] = block
             outside = written.count("<think>") == written.count("</think>")
             stopped = outside and any(written.endswith(stop) for stop in sampling.stop)
@@ -207,16 +246,26 @@ def decode_slowly(model, codec, request: TurnRequest, sampling: Sampling):
 
 
 def check(model, codec, requests, outputs, sampling=SAMPLING) -> int:
-    """Assert equality with slow decoding up to the first near tie; returns how many rows had one that fell the other way."""
+    """Assert equality with slow decoding up to the first near tie; returns how many rows had one
+    that fell the other way."""
     near = 0
     for request, output in zip(requests, outputs):
         ids, logprobs, latents, margins = decode_slowly(model, codec, request, sampling)
-        equal = next((place for place, (one, other) in enumerate(zip(output.ids, ids)) if one != other), len(ids))
+        equal = next(
+            (place for place, (one, other) in enumerate(zip(output.ids, ids)) if one != other),
+            len(ids),
+        )
         if output.ids != ids:
-            assert equal < len(ids) and margins[equal] < NEAR_TIE, (codec.text(output.ids), codec.text(ids), equal)
+            assert equal < len(ids) and margins[equal] < NEAR_TIE, (
+                codec.text(output.ids),
+                codec.text(ids),
+                equal,
+            )
             near += 1
         origins = output.origins[:equal]
-        assert [o == Origin.LATENT for o in origins] == [i == codec.latent_token_id for i in ids[:equal]]
+        assert [o == Origin.LATENT for o in origins] == [
+            i == codec.latent_token_id for i in ids[:equal]
+        ]
         sampled = [lp for lp, origin in zip(output.logprobs, origins) if origin == Origin.SAMPLED]
         assert np.abs(np.array(sampled) - np.array(logprobs[: len(sampled)])).max(initial=0) <= 1e-3
         assert all(math.isnan(lp) for lp, o in zip(output.logprobs, origins) if o != Origin.SAMPLED)
@@ -228,20 +277,42 @@ def check(model, codec, requests, outputs, sampling=SAMPLING) -> int:
 
 
 def require_same(model, inside, outside, near: int = 1):
-    """Greedy trajectories of two engines: equal up to at most `near` near ties; before these also log-probs, z and origins."""
+    """Greedy trajectories of two engines: equal up to at most `near` near ties; before these also
+    log-probs, z and origins."""
     rows = agreement(model, inside, outside)
     assert (rows.margin[~rows.same].abs() < NEAR_TIE).all() and (~rows.same).sum() <= near, rows
     assert rows.logprob_difference.max() <= 1e-3 and rows.latent_difference.max() <= 1e-4
     for one, other, same in zip(inside, outside, rows.same):
         if same:
-            assert one.origins == other.origins and one.turns == other.turns and one.finish == other.finish
+            assert (
+                one.origins == other.origins
+                and one.turns == other.turns
+                and one.finish == other.finish
+            )
 
 
 def first_requests(codec, rng, count):
-    """Mixed modes; lengths that put the open tag at changing offsets; texts with tags and a real bullet."""
-    words = ["Peru", "Lima", "1991", "the currency of", "Which", "•", "<latent>", "<think>", "<|im_end|>", "<|latent|>"]
+    """Mixed modes; lengths that put the open tag at changing offsets; texts with tags and a real
+    bullet."""
+    words = [
+        "Peru",
+        "Lima",
+        "1991",
+        "the currency of",
+        "Which",
+        "•",
+        "<latent>",
+        "<think>",
+        "<|im_end|>",
+        "<|latent|>",
+    ]
     one = codec.separator + codec.latent_open
-    openings = [[], one, codec.separator + codec.think_open, one + codec.untrusted(" so") + codec.latent_open]  # two blocks
+    openings = [
+        [],
+        one,
+        codec.separator + codec.think_open,
+        one + codec.untrusted(" so") + codec.latent_open,
+    ]  # two blocks
     requests = []
     for index in range(count):
         ids = codec.prompt(" ".join(rng.choices(words, k=rng.randint(1, 20))))
@@ -250,12 +321,15 @@ def first_requests(codec, rng, count):
             ids = ids + codec.separator + codec.latent_open  # the context ends in the open tag
             requests.append(TurnRequest(index, ids, [], allow_latent=allow, seed=index))
         else:
-            requests.append(TurnRequest(index, ids, [], openings[index % 4] if allow else [], index, allow))
+            requests.append(
+                TurnRequest(index, ids, [], openings[index % 4] if allow else [], index, allow)
+            )
     return requests
 
 
 def next_requests(codec, rng, requests, outputs):
-    """The turns after an observation; every third goes on in the same turn, with a second block at its end."""
+    """The turns after an observation; every third goes on in the same turn, with a second block at
+    its end."""
     following = []
     for request, output in zip(requests, outputs):
         ids = list(request.ids) + output.ids
@@ -263,9 +337,20 @@ def next_requests(codec, rng, requests, outputs):
             ids, opening = ids + codec.separator + codec.latent_open, []
         else:
             shown = "x" * rng.randint(0, 40)
-            ids = ids + codec.observation(f"\n\n<information>Doc • <latent>••••</latent> {shown}</information>\n\n")
+            ids = ids + codec.observation(
+                f"\n\n<information>Doc • <latent>••••</latent> {shown}</information>\n\n"
+            )
             opening = rng.choice([[], codec.latent_open, codec.think_open])
-        following.append(TurnRequest(request.session, ids, output.latents, opening, request.seed + 1000, request.allow_latent))
+        following.append(
+            TurnRequest(
+                request.session,
+                ids,
+                output.latents,
+                opening,
+                request.seed + 1000,
+                request.allow_latent,
+            )
+        )
     return following
 
 
@@ -292,7 +377,12 @@ SETTINGS = {
     "preempted": {},
 }
 FACTORS = [
-    ("qwen2", "qwen3"), (1, 4, 8), ("cached", "uncached"), ("async", "sync"), ("whole", "chunks"), ("calm", "preempted"),
+    ("qwen2", "qwen3"),
+    (1, 4, 8),
+    ("cached", "uncached"),
+    ("async", "sync"),
+    ("whole", "chunks"),
+    ("calm", "preempted"),
 ]
 PAIRWISE = [
     ("qwen3", 4, "cached", "sync", "chunks", "calm"),
@@ -334,14 +424,18 @@ def test_the_block_may_stand_at_every_offset_of_a_kv_block(bench, checkpoint):
     bench.start(folder)
     word = codec.untrusted(" x")[-1]
     requests = [
-        TurnRequest(offset, codec.prompt("Peru") + [word] * offset, [], codec.separator + codec.latent_open)
+        TurnRequest(
+            offset, codec.prompt("Peru") + [word] * offset, [], codec.separator + codec.latent_open
+        )
         for offset in range(32)
     ]
     sampling = Sampling(max_new_tokens=12, stop=())
     outputs = bench.generate(requests, sampling)
     near = check(model, codec, requests[::4], outputs[::4], sampling)
     turns = [
-        TurnRequest(r.session, list(r.ids) + o.ids + codec.observation(" and"), o.latents, codec.latent_open)
+        TurnRequest(
+            r.session, list(r.ids) + o.ids + codec.observation(" and"), o.latents, codec.latent_open
+        )
         for r, o in zip(requests, outputs)
     ]
     cached = bench.generate(turns, sampling)
@@ -363,7 +457,9 @@ def test_sampled_turns_are_those_of_the_in_process_engine(bench, checkpoint):
     assert [output.ids for output in backwards] == [output.ids for output in outputs]
     nucleus = Sampling(max_new_tokens=12, temperature=1.0, top_p=0.7, stop=())
     inside = HFEngine(model, codec.tokenizer).generate(requests, nucleus)
-    same = sum(one.ids == other.ids for one, other in zip(inside, bench.generate(requests, nucleus)))
+    same = sum(
+        one.ids == other.ids for one, other in zip(inside, bench.generate(requests, nucleus))
+    )
     assert same >= len(requests) - 1
 
 
@@ -375,16 +471,28 @@ def test_a_dual_vocabulary_is_constrained_as_in_the_in_process_engine(bench, che
     bench.start(tmp_path / "dual")
     requests = first_requests(inside.codec, random.Random(3), 12)
     thinking = inside.codec.prompt("x") + inside.codec.think_open
-    requests += [TurnRequest(12 + i, thinking, [], seed=i) for i in range(6)]  # the context ends in the open tag
+    requests += [
+        TurnRequest(12 + i, thinking, [], seed=i) for i in range(6)
+    ]  # the context ends in the open tag
     written = []
-    for sampling in (Sampling(max_new_tokens=16, stop=()), Sampling(max_new_tokens=16, temperature=1.5, stop=("</search>",))):
-        for one, other in zip(inside.generate(requests, sampling), bench.generate(requests, sampling)):
+    for sampling in (
+        Sampling(max_new_tokens=16, stop=()),
+        Sampling(max_new_tokens=16, temperature=1.5, stop=("</search>",)),
+    ):
+        for one, other in zip(
+            inside.generate(requests, sampling), bench.generate(requests, sampling)
+        ):
             assert one.ids == other.ids
-            assert np.nanmax(np.abs(np.array(one.logprobs) - np.array(other.logprobs)), initial=0) <= 1e-3
+            assert (
+                np.nanmax(np.abs(np.array(one.logprobs) - np.array(other.logprobs)), initial=0)
+                <= 1e-3
+            )
             written.append(other.ids)
         inside.reset()
     assert sum(map(dual.is_mirror, itertools.chain(*written))) > 100
-    assert any(list(dual.think_end_ids) == ids[n : n + 3] for ids in written for n in range(len(ids)))
+    assert any(
+        list(dual.think_end_ids) == ids[n : n + 3] for ids in written for n in range(len(ids))
+    )
 
 
 def test_a_released_turn_is_aborted_and_the_others_go_on(bench, checkpoint):
@@ -400,11 +508,17 @@ def test_a_released_turn_is_aborted_and_the_others_go_on(bench, checkpoint):
     ended = {}
     while engine.busy:
         ended.update((request.session, output.ids) for request, output in engine.step())
-    assert ended == {request.session: output.ids for request, output in zip(requests, expected) if request is not requests[1]}
+    assert ended == {
+        request.session: output.ids
+        for request, output in zip(requests, expected)
+        if request is not requests[1]
+    }
     engine.submit(requests[:2], sampling)
     bench.call("reset")
     assert not engine.busy
-    assert [output.ids for output in bench.generate(requests, sampling)] == [output.ids for output in expected]
+    assert [output.ids for output in bench.generate(requests, sampling)] == [
+        output.ids for output in expected
+    ]
 
 
 def test_the_first_token_sampled_after_a_block_follows_the_policy(bench, checkpoint):
@@ -414,19 +528,35 @@ def test_the_first_token_sampled_after_a_block_follows_the_policy(bench, checkpo
     bench.start(folder, max_num_seqs=128, max_num_batched_tokens=2048)
     context, draws = codec.prompt("x") + codec.latent_open, 1000
     block = codec.num_latent + len(codec.latent_close)
-    rows = bench.raw([context] * draws, [{"temperature": 1.0, "max_tokens": block + 1, "ignore_eos": True}] * draws)
+    rows = bench.raw(
+        [context] * draws,
+        [{"temperature": 1.0, "max_tokens": block + 1, "ignore_eos": True}] * draws,
+    )
     counts = np.bincount([ids[-1] for ids, *_ in rows], minlength=codec.latent_token_id)
     with torch.no_grad():
-        ids = torch.tensor([context + [codec.latent_token_id] * codec.num_latent + codec.latent_close])
-        expected = draws * torch.softmax(policy_logits(model, model.latent_states(ids).hidden[0, -1]).double(), -1).numpy()
-    bins, mass = np.zeros(len(expected), dtype=int), 0.0  # neighbours in probability share a bin that expects 8 draws
+        ids = torch.tensor(
+            [context + [codec.latent_token_id] * codec.num_latent + codec.latent_close]
+        )
+        expected = (
+            draws
+            * torch.softmax(
+                policy_logits(model, model.latent_states(ids).hidden[0, -1]).double(), -1
+            ).numpy()
+        )
+    bins, mass = (
+        np.zeros(len(expected), dtype=int),
+        0.0,
+    )  # neighbours in probability share a bin that expects 8 draws
     for place, token in enumerate(order := np.argsort(-expected)):
         mass += expected[token]
         bins[order[place + 1 :]] += mass >= 8
         mass *= mass < 8
     assert bins.max() >= 40
     observed, hoped = np.bincount(bins, counts), np.bincount(bins, expected)
-    observed, hoped = np.append(observed[:-2], observed[-2:].sum()), np.append(hoped[:-2], hoped[-2:].sum())
+    observed, hoped = (
+        np.append(observed[:-2], observed[-2:].sum()),
+        np.append(hoped[:-2], hoped[-2:].sum()),
+    )
     assert chisquare(observed, hoped * observed.sum() / hoped.sum()).pvalue > 0.001
 
 
@@ -434,7 +564,9 @@ def test_the_agent_loop_gives_the_same_trajectories_with_either_engine(bench, ch
     folder, model, codec = checkpoint("qwen2", 4)
     bench.start(folder, max_model_len=1536)
     questions = validation_questions(8)
-    settings = dict(environment=SearchEnvironment(), sampling=Sampling(max_new_tokens=16), max_turns=3, seed=3)
+    settings = dict(
+        environment=SearchEnvironment(), sampling=Sampling(max_new_tokens=16), max_turns=3, seed=3
+    )
 
     def plan(row, turn):
         return ("free", "think", "latent", "off")[(row + turn) % 4]
@@ -445,12 +577,15 @@ def test_the_agent_loop_gives_the_same_trajectories_with_either_engine(bench, ch
 
 
 def test_tool_calls_are_written_and_executed_the_same_with_either_engine(bench, tmp_path):
-    """The embedded Qwen3, made latent with an untrained projector: calls in text turns, blocks in others."""
+    """The embedded Qwen3, made latent with an untrained projector: calls in text turns, blocks in
+    others."""
     model, tokenizer = from_base("embedded", domain="tool")
     save(model, tokenizer, tmp_path)
     bench.start(tmp_path, max_model_len=2048)
     asked = tool_questions.validation_questions(12)
-    settings = dict(environment=ToolEnvironment(), sampling=Sampling(max_new_tokens=160, stop=()), max_turns=4)
+    settings = dict(
+        environment=ToolEnvironment(), sampling=Sampling(max_new_tokens=160, stop=()), max_turns=4
+    )
 
     def plan(row, turn):
         return "latent" if (row + turn) % 3 == 2 else "think"
@@ -468,7 +603,9 @@ def test_a_block_is_completed_at_the_token_limit(bench, checkpoint):
     output = bench.generate([request], Sampling(max_new_tokens=5, stop=()))[0]
     assert codec.text(output.ids) == "\n\n<latent>••••</latent>" and output.finish == "length"
     prompt, extra = codec.prompt("x"), {"latent_mode": "latent"}
-    (ids, finish, stop, _), = bench.raw([prompt], [{"max_tokens": 3, "temperature": 0, "extra_args": extra}])
+    ((ids, finish, stop, _),) = bench.raw(
+        [prompt], [{"max_tokens": 3, "temperature": 0, "extra_args": extra}]
+    )
     assert codec.text(ids) == "\n\n<latent>••••</latent>" and finish == "length" and stop is None
 
 
@@ -479,8 +616,12 @@ def test_a_block_that_the_context_limit_cuts_is_marked(bench, checkpoint):
     prompt = [word] * 55 + codec.separator + codec.latent_open
     room = 64 - len(prompt)
     assert room < codec.num_latent + len(codec.latent_close)
-    (ids, finish, stop, _), = bench.raw([prompt], [{"max_tokens": room, "temperature": 0}])
-    assert finish == "length" and "latent block cut" in stop and set(ids) <= {codec.latent_token_id, *codec.latent_close}
+    ((ids, finish, stop, _),) = bench.raw([prompt], [{"max_tokens": room, "temperature": 0}])
+    assert (
+        finish == "length"
+        and "latent block cut" in stop
+        and set(ids) <= {codec.latent_token_id, *codec.latent_close}
+    )
     with pytest.raises(Refused, match="exceeds the engine's 64 positions"):
         bench.generate([TurnRequest(0, prompt, [])], SAMPLING)
 
@@ -493,33 +634,50 @@ def test_in_bfloat16_blocks_are_whole_and_near_the_float32_model(bench, checkpoi
         count = len(output.latents)
         if count:
             with torch.no_grad():
-                z = model.latent_states(torch.tensor([[*request.ids, *output.ids]])).latents[-count:].numpy()
+                z = (
+                    model.latent_states(torch.tensor([[*request.ids, *output.ids]]))
+                    .latents[-count:]
+                    .numpy()
+                )
             assert np.linalg.norm(np.array(output.latents) - z) <= 0.1 * np.linalg.norm(z)
         assert output.ids.count(codec.latent_token_id) == count and count % 4 == 0
         blocks += count // 4
     assert blocks >= 4
 
 
-@pytest.mark.parametrize("mode, begins", [("latent", "\n\n<latent>••••</latent>"), ("think", "\n\n<think>")])
+@pytest.mark.parametrize(
+    "mode, begins", [("latent", "\n\n<latent>••••</latent>"), ("think", "\n\n<think>")]
+)
 def test_modes_of_a_request(bench, checkpoint, mode, begins):
     folder, model, codec = checkpoint("qwen2", 4)
     bench.start(folder)
     prompt, params = codec.prompt("Peru"), {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
     (ids, *_), (off, *_), (plain, *_) = bench.raw(
         [prompt, prompt + codec.latent_open, prompt + codec.latent_open],
-        [params | {"extra_args": {"latent_mode": mode}}, params | {"extra_args": {"latent_mode": "off"}}, params],
+        [
+            params | {"extra_args": {"latent_mode": mode}},
+            params | {"extra_args": {"latent_mode": "off"}},
+            params,
+        ],
     )
     assert codec.text(ids).startswith(begins)
     assert codec.latent_token_id not in off and plain[:4] == [codec.latent_token_id] * 4
     with torch.no_grad():
-        hidden = model.model(input_ids=torch.tensor([prompt + codec.latent_open])).last_hidden_state[0, -1]
+        hidden = model.model(
+            input_ids=torch.tensor([prompt + codec.latent_open])
+        ).last_hidden_state[0, -1]
     assert off[0] == int(policy_logits(model, hidden).argmax())
 
 
 def test_the_latent_id_is_never_sampled_and_has_no_probability(bench, checkpoint):
     folder, model, codec = checkpoint("qwen2", 4)
     bench.start(folder)
-    params = {"temperature": 2.0, "max_tokens": 40, "ignore_eos": True, "extra_args": {"latent_mode": "off"}}
+    params = {
+        "temperature": 2.0,
+        "max_tokens": 40,
+        "ignore_eos": True,
+        "extra_args": {"latent_mode": "off"},
+    }
     for ids, _, _, logprobs in bench.raw([codec.prompt("x")] * 16, [params] * 16):
         assert max(ids) < codec.latent_token_id
         assert all(math.isfinite(value) for value in logprobs)
@@ -529,10 +687,15 @@ def test_the_latent_id_is_never_sampled_and_has_no_probability(bench, checkpoint
     "arguments, message",
     [
         ({}, "scheduler_cls is None"),
-        ({"scheduler_cls": "alar.rollout.vllm.scheduler.LatentAsyncScheduler"}, "logits processor .* is missing"),
+        (
+            {"scheduler_cls": "alar.engines.vllm.scheduler.LatentAsyncScheduler"},
+            "logits processor .* is missing",
+        ),
     ],
 )
-def test_a_start_without_the_scheduler_or_the_forcing_is_refused(bench, checkpoint, arguments, message):
+def test_a_start_without_the_scheduler_or_the_forcing_is_refused(
+    bench, checkpoint, arguments, message
+):
     with pytest.raises(Refused, match=rf"(?s)EngineRefused.*{message}.*alar\.serve"):
         bench.start_plain(str(checkpoint()[0]), **arguments)
 
@@ -543,7 +706,11 @@ def test_an_integrity_violation_fails_its_request_and_no_other(bench, checkpoint
     bench.start(folder, enable_prefix_caching=False)
     getattr(bench, breakage)()
     block = codec.latent_open + [codec.latent_token_id] * 4 + codec.latent_close
-    prompts = [codec.prompt("x") + block + codec.observation(" and"), codec.prompt("x"), codec.prompt("y") + block]
+    prompts = [
+        codec.prompt("x") + block + codec.observation(" and"),
+        codec.prompt("x"),
+        codec.prompt("y") + block,
+    ]
     rows = bench.raw(prompts, [{"temperature": 0, "max_tokens": 8, "ignore_eos": True}] * 3)
     assert [finish for _, finish, _, _ in rows] == ["error", "length", "error"]
     assert "integrity violation" in rows[0][2]
@@ -577,13 +744,19 @@ def test_new_weights_and_projector_are_taken_in_place(bench, checkpoint, tmp_pat
     with pytest.raises(Refused, match="num_latent is 8"):
         bench.call("load", str(checkpoint("qwen2", 8)[0]))
     without(folder, "model.layers.1.mlp.down_proj.weight", tmp_path / "part")
-    with pytest.raises(Refused, match="model.layers.1.mlp.down_proj.weight is missing: no whole checkpoint"):
+    with pytest.raises(
+        Refused, match="model.layers.1.mlp.down_proj.weight is missing: no whole checkpoint"
+    ):
         bench.call("load", str(tmp_path / "part"))
     weights = tmp_path / "part" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(Refused, match="model.safetensors cannot be read .*write the checkpoint again"):
+    with pytest.raises(
+        Refused, match="model.safetensors cannot be read .*write the checkpoint again"
+    ):
         bench.call("load", str(tmp_path / "part"))
-    assert check(other, codec, requests, bench.generate(requests, SAMPLING)) <= 1, "what was refused has changed nothing"
+    assert check(other, codec, requests, bench.generate(requests, SAMPLING)) <= 1, (
+        "what was refused has changed nothing"
+    )
 
 
 def without(folder, name, target):
@@ -612,7 +785,12 @@ def test_constant_thoughts_are_fed_in_their_order(bench, checkpoint):
 def test_the_embedded_base_gives_the_same_answers_with_either_engine(bench):
     base, tokenizer = load_base("embedded")
     bench.start(str(embedded()), max_model_len=1536)
-    settings = dict(environment=SearchEnvironment(), sampling=Sampling(max_new_tokens=64), max_turns=4, modes="off")
+    settings = dict(
+        environment=SearchEnvironment(),
+        sampling=Sampling(max_new_tokens=64),
+        max_turns=4,
+        modes="off",
+    )
     engines = HFEngine(base, tokenizer), Remote(bench, Codec.of(base, tokenizer))
     inside, outside = (run(validation_questions(10), engine, **settings) for engine in engines)
     require_same(from_base("embedded")[0], inside, outside)
@@ -622,14 +800,19 @@ def test_the_embedded_base_gives_the_same_answers_with_either_engine(bench):
 @pytest.mark.parametrize("batch", [16, 64])
 @pytest.mark.parametrize("size, no_block, one_block", [("20M", 1.08, 1.2), ("laptop", 1.5, 1.5)])
 def test_overhead_of_a_decoding_step(bench, checkpoint, tmp_path, size, no_block, one_block, batch):
-    """Bars for a model in which the forward pass is most of a step; the laptop's is nearly all scheduling, and only reported."""
+    """Bars for a model in which the forward pass is most of a step; the laptop's is nearly all
+    scheduling, and only reported."""
     from scipy.stats import t
 
     if size == "laptop":
         base, folder = embedded(), save(*from_base("embedded"), tmp_path)
     else:
         sizes = dict(
-            hidden_size=512, intermediate_size=1408, num_hidden_layers=7, num_attention_heads=8, num_key_value_heads=4
+            hidden_size=512,
+            intermediate_size=1408,
+            num_hidden_layers=7,
+            num_attention_heads=8,
+            num_key_value_heads=4,
         )
         folder, model, _ = checkpoint("qwen2", 4, **sizes)
         base = folder.parent / "base"
@@ -649,15 +832,25 @@ WAYS = {
     "multiprocess": ({}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
     # vLLM binds a CPU rank to a NUMA node of its own; most machines have one node only
     "tensor parallel 2": (
-        {"tensor_parallel_size": 2}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        {"tensor_parallel_size": 2},
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
     ),
 }
-STARTED = [("torch.compile", "qwen3", 8), ("multiprocess", "qwen2", 1), ("tensor parallel 2", "qwen3", 4)]
+STARTED = [
+    ("torch.compile", "qwen3", 8),
+    ("multiprocess", "qwen2", 1),
+    ("tensor parallel 2", "qwen3", 4),
+]
 OTHERS = [row for row in itertools.product(WAYS, *FACTORS[:2]) if row not in STARTED]
 
 
-@pytest.mark.parametrize("way, family, num_latent", STARTED + [pytest.param(*row, marks=pytest.mark.full) for row in OTHERS])
-def test_three_turns_compiled_and_in_several_processes(checkpoint, way, family, num_latent, installed_path):
+@pytest.mark.parametrize(
+    "way, family, num_latent",
+    STARTED + [pytest.param(*row, marks=pytest.mark.full) for row in OTHERS],
+)
+def test_three_turns_compiled_and_in_several_processes(
+    checkpoint, way, family, num_latent, installed_path
+):
     settings, environment = WAYS[way]
     folder, model, codec = checkpoint(family, num_latent)
     bench = Bench(**environment, PYTHONPATH=installed_path)
@@ -671,7 +864,8 @@ def test_three_turns_compiled_and_in_several_processes(checkpoint, way, family, 
 @pytest.mark.gpu
 @pytest.mark.full
 def test_three_turns_on_a_gpu_with_cuda_graphs(checkpoint):
-    """Not yet run. CUDA graphs capture the whole forward here; bf16 needs wider bars than these of float32."""
+    """Not yet run. CUDA graphs capture the whole forward here; bf16 needs wider bars than these of
+    float32."""
     folder, model, codec = checkpoint("qwen2", 4)
     bench = Bench(VLLM_ENABLE_V1_MULTIPROCESSING="0")
     try:

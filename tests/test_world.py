@@ -1,4 +1,5 @@
-"""The embedded world and its questions: real facts, answers that follow from the passages, fixed splits."""
+"""The embedded world and its questions: real facts, answers that follow from the passages, fixed
+splits."""
 
 import random
 import re
@@ -7,25 +8,34 @@ import pytest
 from babel import Locale
 from babel.core import get_global
 
-from alar.search import questions
-from alar.search.metrics import exact_match
-from alar.search.world import counterfactual_world, real_world, world
+from alar.domains.search import questions
+from alar.domains.search.metrics import exact_match
+from alar.domains.search.world import counterfactual_world, real_world, world
 
 
 def test_the_real_world_holds_cldr_facts():
     real = real_world()
     peru = real.territories["Peru"]
-    assert (peru.currency, peru.since) == ("Peruvian Sol", 1991) and peru.languages[0][0] == "Spanish"
+    assert (peru.currency, peru.since) == ("Peruvian Sol", 1991) and peru.languages[0][
+        0
+    ] == "Spanish"
     assert real.cities["Lima"] == "Peru" and len(real.territories) > 240 and len(real.cities) > 300
-    latest = [entry for entry in get_global("territory_currencies")["JP"] if entry[2] is None and entry[3]][-1]
+    latest = [
+        entry for entry in get_global("territory_currencies")["JP"] if entry[2] is None and entry[3]
+    ][-1]
     assert real.territories["Japan"].currency == Locale("en").currencies[latest[0]]
 
 
 def test_counterfactual_worlds_keep_names_and_shuffle_facts():
     one, same, other = counterfactual_world(3), counterfactual_world(3), counterfactual_world(4)
-    assert one == same and one.territories.keys() == real_world().territories.keys() == other.territories.keys()
+    assert (
+        one == same
+        and one.territories.keys() == real_world().territories.keys() == other.territories.keys()
+    )
     for facts in (one, other):
-        agree = sum(facts.territories[n].currency == t.currency for n, t in real_world().territories.items())
+        agree = sum(
+            facts.territories[n].currency == t.currency for n, t in real_world().territories.items()
+        )
         assert agree < 10
     assert one.cities != other.cities
 
@@ -46,7 +56,9 @@ def test_the_answer_stands_in_the_passages_or_follows_by_arithmetic(name, kind):
     for _ in range(60):
         solved = questions.sample_question(facts, kind, rng)
         looked_up = [step.argument for step in solved.steps if step.action == "search"]
-        titles = [q if q in text else re.sub(r" (currency|languages)$", r", \1", q) for q in looked_up]
+        titles = [
+            q if q in text else re.sub(r" (currency|languages)$", r", \1", q) for q in looked_up
+        ]
         read = " ".join(text[title] for title in titles)
         answer = solved.question.answers[0]
         if kind != "arithmetic":
@@ -56,7 +68,9 @@ def test_the_answer_stands_in_the_passages_or_follows_by_arithmetic(name, kind):
             assert int(answer) == years[0] - years[1] > 0
         else:
             assert int(answer) == sum(int(n) for n in re.findall(r"(\d+) percent", read))
-        assert solved.steps[-1].action == "answer" and exact_match(solved.steps[-1].argument, [answer])
+        assert solved.steps[-1].action == "answer" and exact_match(
+            solved.steps[-1].argument, [answer]
+        )
         assert all(turn == len(solved.steps) - 1 for turn in solved.question.hard_turns)
         assert bool(solved.question.hard_turns) == (kind in ("comparison", "arithmetic"))
 
@@ -67,7 +81,10 @@ def test_chains_of_thought_compute_what_they_say():
         a, b = sorted((rng.randint(1690, 2025), rng.randint(1690, 2025)), reverse=True)
         columns = re.findall(r" (\d)(-1)?(\+10)?-(\d)=(\d)", questions.subtract_text(a, b))
         assert len(columns) == 3
-        digits = [int(top) - bool(paid) + 10 * bool(lent) - int(low) for top, paid, lent, low, _ in columns]
+        digits = [
+            int(top) - bool(paid) + 10 * bool(lent) - int(low)
+            for top, paid, lent, low, _ in columns
+        ]
         assert digits == [int(result) for *_, result in columns]
         assert sum(digit * 10**place for place, digit in enumerate(digits)) == a - b
         a, b = rng.randint(1, 100), rng.randint(1, 100)
@@ -87,7 +104,9 @@ def test_training_and_validation_never_share_a_world_with_the_test_or_each_other
     train = {q.world for q in questions.training_questions(200, worlds=8, seed=0)}
     other = {q.world for q in questions.training_questions(200, worlds=8, seed=1)}
     validation = {q.world for q in questions.validation_questions(100)}
-    assert not train & other and not (train | other) & validation and "real" not in train | validation
+    assert (
+        not train & other and not (train | other) & validation and "real" not in train | validation
+    )
 
 
 def test_an_unknown_world_or_type_is_an_error():

@@ -1,6 +1,7 @@
-"""One update of the single-process trainer and of verl's FSDP engine on the same rollouts, in one process without Ray.
+"""One update of the single-process trainer and of verl's FSDP engine on the same rollouts, in one
+process without Ray.
 
-    python tests/verl_engine.py MODEL_FOLDER OUT_FOLDER        run by tests/test_verl_engine.py, which reads OUT_FOLDER/result.json
+python tests/verl_engine.py MODEL_FOLDER OUT_FOLDER        run by tests/test_verl_engine.py, which reads OUT_FOLDER/result.json
 """
 
 import json
@@ -28,11 +29,11 @@ def single_process(model_folder: str, folder: Path, config):
     """(the trainer after its update, rollouts, token advantages, trained weights before it)."""
     import torch
 
+    from alar.domains.search.environment import SearchEnvironment
+    from alar.domains.search.questions import training_questions
     from alar.model import load
     from alar.rl.rollouts import Summary, token_advantages
     from alar.rl.trainer import ARGRPO
-    from alar.search.environment import SearchEnvironment
-    from alar.search.questions import training_questions
 
     model, tokenizer = load(model_folder)
     questions = training_questions(PROMPTS * 2, worlds=1, seed=0)
@@ -46,17 +47,21 @@ def single_process(model_folder: str, folder: Path, config):
     trainer.optimizer = torch.optim.SGD(trained.values(), lr=config.learning_rate)
     trainer.done = STEP - 1
     trajectories, groups = trainer.rollouts(STEP)
-    rewards = [float((i * 7) % 5) for i in range(len(trajectories))]  # a random model answers nothing
+    rewards = [
+        float((i * 7) % 5) for i in range(len(trajectories))
+    ]  # a random model answers nothing
     summaries = [Summary.of(t, trainer.engine.codec) for t in trajectories]
-    advantages, _ = token_advantages(summaries, [len(t.ids) for t in trajectories], rewards, groups, config, STEP)
+    advantages, _ = token_advantages(
+        summaries, [len(t.ids) for t in trajectories], rewards, groups, config, STEP
+    )
     details = trainer._update(trajectories, advantages)
     return trainer, trajectories, advantages, before, details
 
 
 def verl_worker(model_folder: str, folder: Path, config):
     """verl's worker with the actor engine that the settings of a job ask for, but with plain SGD."""
-    from alar.rl.verl.settings import Job, compose
-    from alar.rl.verl.worker import LatentActorRolloutRefWorker
+    from alar.engines.verl.settings import Job, compose
+    from alar.engines.verl.worker import LatentActorRolloutRefWorker
 
     job = Job(
         model=model_folder, folder=str(folder), prompts="", validation="", rl=config,
@@ -73,16 +78,22 @@ def verl_batch(trajectories, advantages, codec, config):
     from tensordict import TensorDict
     from tensordict.tensorclass import NonTensorStack
 
-    from alar.rl.verl.agent import to_output
+    from alar.engines.verl.agent import to_output
 
-    outputs = [to_output(t, codec, step=1, p_latent=(), cached=config.latents == "cached") for t in trajectories]
+    outputs = [
+        to_output(t, codec, step=1, p_latent=(), cached=config.latents == "cached")
+        for t in trajectories
+    ]
     fields = [output.as_dict() for output in outputs]
 
     def nested(rows):
         return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
     ids = [torch.cat([f["prompts"], f["responses"]]) for f in fields]
-    tokens = [torch.tensor(row[len(f["prompts"]) :]) * f["response_mask"] for row, f in zip(advantages, fields)]
+    tokens = [
+        torch.tensor(row[len(f["prompts"]) :]) * f["response_mask"]
+        for row, f in zip(advantages, fields)
+    ]
     latents = [{} if output.latents is None else {"latents": output.latents} for output in outputs]
     return TensorDict(
         {
@@ -113,14 +124,23 @@ def compare(model_folder: str, folder: Path, trainable: str, latents: str) -> di
     from alar.train.supervised import merged
 
     config = rl_config(trainable, latents)
-    trainer, trajectories, advantages, before, details = single_process(model_folder, folder, config)
+    trainer, trajectories, advantages, before, details = single_process(
+        model_folder, folder, config
+    )
     worker = verl_worker(model_folder, folder, config)
-    engine, batch = worker.actor.engine, verl_batch(trajectories, advantages, trainer.engine.codec, config)
+    engine, batch = (
+        worker.actor.engine,
+        verl_batch(trajectories, advantages, trainer.engine.codec, config),
+    )
 
     def log_probs(**options):
         td = batch.clone()
-        tu.assign_non_tensor(td, temperature=1.0, calculate_entropy=False, compute_loss=False, **options)
-        return response_from_nested(worker.actor.infer_batch(td)["log_probs"], batch["response_mask"])
+        tu.assign_non_tensor(
+            td, temperature=1.0, calculate_entropy=False, compute_loss=False, **options
+        )
+        return response_from_nested(
+            worker.actor.infer_batch(td)["log_probs"], batch["response_mask"]
+        )
 
     batch["ref_log_prob"] = log_probs(no_lora_adapter=trainable == "lora")
     theirs = {plain(name): p for name, p in engine.module.named_parameters()}
@@ -139,7 +159,9 @@ def compare(model_folder: str, folder: Path, trainable: str, latents: str) -> di
     )  # fmt: skip
     gradients = {}
     engine.optimizer.register_step_pre_hook(
-        lambda *_: gradients.update({name: theirs[name].grad.to_local().clone() for name in trained})
+        lambda *_: gradients.update(
+            {name: theirs[name].grad.to_local().clone() for name in trained}
+        )
     )
     metrics = tu.get(worker.actor.train_mini_batch(td), "metrics")
     ours = dict(trainer.model.named_parameters())
@@ -160,10 +182,16 @@ def compare(model_folder: str, folder: Path, trainable: str, latents: str) -> di
         "latent_positions": sum(len(t.latents) for t in trajectories),
         "ratio_error": float((ratios - 1).abs().max()),
         "gradient": distance((gradients[n], ours[n].grad) for n in trained),
-        "update": distance((theirs[n].to_local() - before[n], ours[n] - before[n]) for n in trained),
+        "update": distance(
+            (theirs[n].to_local() - before[n], ours[n] - before[n]) for n in trained
+        ),
         "weights": distance((theirs[n].to_local(), ours[n]) for n in trained),
-        "resumed_equal": all(torch.equal(p.to_local(), again[name].to_local()) for name, p in theirs.items()),
-        "resumed_rate": resumed.actor.engine.lr_scheduler.get_last_lr() == engine.lr_scheduler.get_last_lr(),
+        "resumed_equal": all(
+            torch.equal(p.to_local(), again[name].to_local()) for name, p in theirs.items()
+        ),
+        "resumed_rate": (
+            resumed.actor.engine.lr_scheduler.get_last_lr() == engine.lr_scheduler.get_last_lr()
+        ),
         "exported": distance(zip(exported.parameters(), whole.parameters(), strict=True)),
         "single": details,
         "verl": {key: float(torch.as_tensor(_number(value))) for key, value in metrics.items()},
@@ -177,8 +205,8 @@ def _number(value):
 
 
 def main(model_folder: str, out: str) -> None:
+    from alar.engines.verl.settings import Job, environment_variables
     from alar.rl.config import RLConfig
-    from alar.rl.verl.settings import Job, environment_variables
 
     nobody = Job(model="", folder="", prompts="", validation="", rl=RLConfig())
     with socket.socket() as probe:

@@ -1,4 +1,5 @@
-"""Runs vLLM for the tests, in a process of its own: vLLM binds threads and keeps an engine's state for the process' life.
+"""Runs vLLM for the tests, in a process of its own: vLLM binds threads and keeps an engine's state
+for the process' life.
 
     python vllm_process.py ADDRESS       a Unix socket; answers pickled (method, args, kwargs) with (ok, result)
 
@@ -21,8 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 @contextlib.contextmanager
 def asynchronous_scheduling_kept():
-    """vLLM turns asynchronous scheduling off on CPUs, where it gains nothing. Its bookkeeping needs no GPU: with stand-ins
-    for CUDA's streams and events, an engine built in here schedules one step ahead of its tokens as it would there."""
+    """vLLM turns asynchronous scheduling off on CPUs, where it gains nothing. Its bookkeeping needs
+    no GPU: with stand-ins for CUDA's streams and events, an engine built in here schedules one step
+    ahead of its tokens as it would there.
+    """
     import torch
     from vllm.platforms.cpu import CpuPlatform
 
@@ -53,11 +56,12 @@ class Bench:
         self.engine, self.started, self.preempted = None, None, []
 
     def start(self, folder, **arguments):
-        """`async_scheduling=True` really is asynchronous; left out, it is what vLLM makes of it on a CPU. An engine that was
-        started in the same way and not tampered with since is used again."""
+        """`async_scheduling=True` really is asynchronous; left out, it is what vLLM makes of it on
+        a CPU. An engine that was started in the same way and not tampered with since is used again.
+        """
         from vllm.platforms import current_platform
 
-        from alar.rollout.vllm import VLLMEngine
+        from alar.engines.vllm import VLLMEngine
 
         if self.started == (folder, arguments):
             return self.engine.reset()
@@ -73,14 +77,22 @@ class Bench:
         self.started = None
 
     def start_plain(self, folder, **arguments):
-        """vLLM itself on a checkpoint, with no part of ours but the plugin; must be refused for a latent one."""
+        """vLLM itself on a checkpoint, with no part of ours but the plugin; must be refused for a
+        latent one."""
         from vllm import LLM
 
-        from alar.rollout.vllm.plugin import register
+        from alar.engines.vllm.plugin import register
 
         self.stop()
         register(imported=True)
-        LLM(folder, enforce_eager=True, dtype="float32", max_model_len=256, skip_tokenizer_init=True, **arguments)
+        LLM(
+            folder,
+            enforce_eager=True,
+            dtype="float32",
+            max_model_len=256,
+            skip_tokenizer_init=True,
+            **arguments,
+        )
 
     def stop(self):
         if self.engine is not None:
@@ -98,8 +110,12 @@ class Bench:
         """[(ids, finish reason, stop reason, log-prob of each id)] of vLLM's own generate."""
         from vllm import SamplingParams
 
-        sampling = [SamplingParams(**{"detokenize": False, "logprobs": 0, **each}) for each in params]
-        answers = self.engine.llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        sampling = [
+            SamplingParams(**{"detokenize": False, "logprobs": 0, **each}) for each in params
+        ]
+        answers = self.engine.llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False
+        )
         rows = []
         for answer in answers:
             best = answer.outputs[0]
@@ -120,7 +136,9 @@ class Bench:
         from vllm import SamplingParams
 
         sampling = SamplingParams(max_tokens=1, detokenize=False)
-        return self.engine.llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)[0].num_cached_tokens
+        return self.engine.llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)[
+            0
+        ].num_cached_tokens
 
     def preempt_inside_blocks(self, every: int):
         """From now on, preempt each request once when it stands at its `every`-th latent position."""
@@ -161,13 +179,24 @@ class Bench:
         model._remember = forgetful
 
     def overhead(self, base, folder, batch, steps, extras: dict, pairs):
-        """Processor time of a decode step of this engine, for each of `extras` (name → a request's extra arguments), over that of
-        plain vLLM on the same trunk: {name: ratios}, and under "plain" its milliseconds. Greedy, contexts of 8 tokens; the step
-        that prefills them and the one that ends them are not counted. Runs are interleaved in changing order."""
+        """Processor time of a decode step of this engine, for each of `extras` (name → a request's
+        extra arguments), over that of plain vLLM on the same trunk: {name: ratios}, and under
+        "plain" its milliseconds. Greedy, contexts of 8 tokens; the step that prefills them and the
+        one that ends them are not counted. Runs are interleaved in changing order.
+        """
         from vllm import LLM, SamplingParams
 
-        settings = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": batch, "block_size": 32}
-        settings |= {"enable_prefix_caching": False, "enforce_eager": True, "skip_tokenizer_init": True}
+        settings = {
+            "dtype": "float32",
+            "max_model_len": 256,
+            "max_num_seqs": batch,
+            "block_size": 32,
+        }
+        settings |= {
+            "enable_prefix_caching": False,
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+        }
         self.stop()
         plain = LLM(str(base), **settings)
         self.start(folder, **settings)
@@ -175,7 +204,13 @@ class Bench:
 
         def seconds(name):
             llm, extra = (plain, None) if name is None else (self.engine.llm, extras[name])
-            params = SamplingParams(temperature=0, max_tokens=steps + 2, ignore_eos=True, detokenize=False, extra_args=extra)
+            params = SamplingParams(
+                temperature=0,
+                max_tokens=steps + 2,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args=extra,
+            )
             for row, prompt in enumerate(prompts):
                 llm.llm_engine.add_request(str(row), prompt, params)
             llm.llm_engine.step()

@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from alar import tables
+from alar.evaluate import tables
 from alar.figures.style import (
     BLACK,
     BLUE,
@@ -35,12 +35,16 @@ _NEAR = 0.1  # how far below the base's accuracy a method is still drawn larger
 
 @styled
 def methods(table: Source) -> tuple[Figure, pd.DataFrame]:
-    """Accuracy against mean generated tokens, one row per domain: all methods, and those near the base's accuracy (`_NEAR`) larger.
+    """Accuracy against mean generated tokens, one row per domain: all methods, and those near the
+    base's accuracy (`_NEAR`) larger.
 
-    Settings of one method are joined by a line. Up and to the left is better; the dashed lines go through the base of each domain.
+    Settings of one method are joined by a line. Up and to the left is better; the dashed lines go
+    through the base of each domain.
     """
     table = tables.read(table, tables.METHODS)
-    table = table.assign(settings=table["settings"].fillna(""))  # an empty one, read from a CSV file
+    table = table.assign(
+        settings=table["settings"].fillna("")
+    )  # an empty one, read from a CSV file
     domains = tables.in_order(table["domain"], ("search", "tool"))
     looks = _looks(tables.in_order(table["method"], ("base", "ALAR")))
     figure = new_figure(PAGE, max(2.6 * len(domains), 0.6 + 0.16 * len(looks)))
@@ -57,7 +61,12 @@ def methods(table: Source) -> tuple[Figure, pd.DataFrame]:
         panels[0].set_ylabel("Accuracy (%)")
     figure.legend(handles=_legend(table, looks), loc="outside right upper", labelspacing=0.45)
     numbers = ", ".join(str(n) for n in dict.fromkeys(int(n) for n in table["n"]))
-    footnote(figure, *dict.fromkeys(table["scale"]), f"n = {numbers} questions", "bars: 95 % intervals, bootstrap")
+    footnote(
+        figure,
+        *dict.fromkeys(table["scale"]),
+        f"n = {numbers} questions",
+        "bars: 95 % intervals, bootstrap",
+    )
     return figure, table
 
 
@@ -74,7 +83,10 @@ def _panel(axes, rows: pd.DataFrame, looks: dict[str, dict]) -> None:
 
 def _looks(methods: list[str]) -> dict[str, dict]:
     """Colour and marker of every method: distinct in pairs for any number of them."""
-    looks = {"base": {"color": BLACK, "marker": "*", "markersize": 8}, "ALAR": {"color": GREEN, "marker": "o", "markersize": 5}}
+    looks = {
+        "base": {"color": BLACK, "marker": "*", "markersize": 8},
+        "ALAR": {"color": GREEN, "marker": "o", "markersize": 5},
+    }
     others = [method for method in methods if method not in looks]
     for number, method in enumerate(others):
         colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
@@ -84,11 +96,28 @@ def _looks(methods: list[str]) -> dict[str, dict]:
 
 def _draw(axes, part: pd.DataFrame, look: dict) -> None:
     thin = look | {"elinewidth": 0.7, "capsize": 1.2, "zorder": 3}
-    interval_bars(axes, part["tokens"], part["accuracy"], part["accuracy_low"], part["accuracy_high"], **thin)
-    interval_bars(axes, part["tokens"], part["accuracy"], part["tokens_low"], part["tokens_high"], along="x", **thin)
+    interval_bars(
+        axes, part["tokens"], part["accuracy"], part["accuracy_low"], part["accuracy_high"], **thin
+    )
+    interval_bars(
+        axes,
+        part["tokens"],
+        part["accuracy"],
+        part["tokens_low"],
+        part["tokens_high"],
+        along="x",
+        **thin,
+    )
     if len(part) > 1:
         ordered = part.sort_values("tokens")
-        axes.plot(ordered["tokens"], ordered["accuracy"], color=look["color"], linewidth=0.6, alpha=0.6, zorder=1)
+        axes.plot(
+            ordered["tokens"],
+            ordered["accuracy"],
+            color=look["color"],
+            linewidth=0.6,
+            alpha=0.6,
+            zorder=1,
+        )
 
 
 def _legend(table: pd.DataFrame, looks: dict[str, dict]) -> list[Line2D]:
@@ -107,12 +136,19 @@ def _legend(table: pd.DataFrame, looks: dict[str, dict]) -> list[Line2D]:
 
 
 @styled
-def ratios(table: Source, achieved: pd.DataFrame | None = None, *, scale: str = "measured") -> tuple[Figure, pd.DataFrame]:
-    """Accuracy and think tokens against the ratio in the prompt; `achieved` adds what the training data hold at each ratio."""
+def ratios(
+    table: Source, achieved: pd.DataFrame | None = None, *, scale: str = "measured"
+) -> tuple[Figure, pd.DataFrame]:
+    """Accuracy and think tokens against the ratio in the prompt; `achieved` adds what the training
+    data hold at each ratio."""
     table = tables.read(table, tables.RATIOS)
     figure = new_figure(PAGE, 2.4)
     left, right = figure.subplots(1, 2)
-    looks = zip(table.groupby(["model", "scorer"], sort=False), (BLUE, VERMILLION, GREEN, PURPLE, BLACK) * 2, "osD^v" * 2)
+    looks = zip(
+        table.groupby(["model", "scorer"], sort=False),
+        (BLUE, VERMILLION, GREEN, PURPLE, BLACK) * 2,
+        "osD^v" * 2,
+    )
     for ((model, scorer), rows), colour, marker in looks:
         rows = rows.sort_values("ratio")
         label = f"{model}, {scorer}"
@@ -120,10 +156,26 @@ def ratios(table: Source, achieved: pd.DataFrame | None = None, *, scale: str = 
             axes.plot(rows["ratio"], rows[name], color=colour, linewidth=0.8)
             interval_bars(axes, rows["ratio"], rows[name], rows[f"{name}_low"], rows[f"{name}_high"], color=colour, marker=marker,
                           label=label)  # fmt: skip
-    whole = table.loc[table["ratio"] == table["ratio"].max(), "think_tokens"].mean() / table["ratio"].max()
-    right.plot([0, 1], [0, whole], color=GREY, linewidth=0.8, linestyle=(0, (4, 2)), label="in proportion to the ratio")
+    whole = (
+        table.loc[table["ratio"] == table["ratio"].max(), "think_tokens"].mean()
+        / table["ratio"].max()
+    )
+    right.plot(
+        [0, 1],
+        [0, whole],
+        color=GREY,
+        linewidth=0.8,
+        linestyle=(0, (4, 2)),
+        label="in proportion to the ratio",
+    )
     if achieved is not None:
-        right.plot(achieved["requested"], achieved["tokens_per_sample"], "x", color=GREY, label="training data")
+        right.plot(
+            achieved["requested"],
+            achieved["tokens_per_sample"],
+            "x",
+            color=GREY,
+            label="training data",
+        )
     percent_axis(left.yaxis)
     left.set_ylabel("Accuracy (%)")
     right.set_ylabel("Think tokens per question")
@@ -133,5 +185,7 @@ def ratios(table: Source, achieved: pd.DataFrame | None = None, *, scale: str = 
         axes.set_xlabel("Ratio in the prompt")
     right.set_ylim(bottom=0)
     right.legend(loc="upper left")
-    footnote(figure, scale, f"n = {int(table['n'].max())} questions", "bars: 95 % intervals, bootstrap")
+    footnote(
+        figure, scale, f"n = {int(table['n'].max())} questions", "bars: 95 % intervals, bootstrap"
+    )
     return figure, table

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from alar import tables
+from alar.evaluate import tables
 from alar.figures.style import (
     BLUE,
     GREY,
@@ -45,15 +45,16 @@ def latent_share(
 ) -> tuple[Figure, pd.DataFrame]:
     """Latent share by question type and turn, one panel per system, hard turns marked.
 
-    `shares` comes from `alar.statistics.mode_share`. Positions that fewer than `min_turns` turns reached are left
-    out, unless that would leave nothing.
+    `shares` comes from `alar.evaluate.statistics.mode_share`. Positions that fewer than `min_turns`
+    turns reached are left out, unless that would leave nothing.
     """
     shares = tables.read(shares, tables.MODE_SHARE)
     absent = [name for name in systems if name not in set(shares["system"])]
     if absent:
         raise tables.TableError(
-            f"table 'mode share': column 'system' has no '{absent[0]}'; it has "
-            f"{', '.join(tables.in_order(shares['system'], tables.SYSTEMS))}; {tables.MODE_SHARE.origin}"
+            f"table 'mode share': column 'system' has no '{absent[0]}'; it has"
+            f" {', '.join(tables.in_order(shares['system'], tables.SYSTEMS))};"
+            f" {tables.MODE_SHARE.origin}"
         )
     shown = shares[shares["system"].isin(systems)]
     if (shown["n"] >= min_turns).any():
@@ -79,19 +80,27 @@ def latent_share(
         borderaxespad=0.2,
         ncols=2,
     )
-    footnote(figure, f"{scale} · n = {_range(shown['n'])} turns per point · bars: 95 % intervals, Wilson")
+    footnote(
+        figure, f"{scale} · n = {_range(shown['n'])} turns per point · bars: 95 % intervals, Wilson"
+    )
     return figure, shown.reset_index(drop=True)
 
 
 @styled
-def trajectory(example: Source, *, scale: str = MEASURED, width: int = 84) -> tuple[Figure, pd.DataFrame]:
+def trajectory(
+    example: Source, *, scale: str = MEASURED, width: int = 84
+) -> tuple[Figure, pd.DataFrame]:
     """Tokens per turn on one question, a bar per turn and system, beside what the turn says."""
     example = tables.read(example, tables.EXAMPLE_TURNS)
     questions = list(dict.fromkeys(example["question"]))
     example = example[example["question"] == questions[0]]
     systems = tables.in_order(example["system"], tables.SYSTEMS)
     order = pd.Categorical(example["system"], categories=systems)
-    rows = example.assign(order=order).sort_values(["order", "turn"], ignore_index=True).drop(columns="order")
+    rows = (
+        example.assign(order=order)
+        .sort_values(["order", "turn"], ignore_index=True)
+        .drop(columns="order")
+    )
     figure = new_figure(PAGE, 1.0 + 0.3 * len(rows) + 0.12 * len(systems))
     axes, text = figure.subplots(1, 2, sharey=True, width_ratios=[1, 1.55])
     heights, height = [], 0.0
@@ -102,8 +111,22 @@ def trajectory(example: Source, *, scale: str = MEASURED, width: int = 84) -> tu
         height += 1.0
     for place, row in zip(heights, rows.itertuples(), strict=True):
         axes.barh(place, row.tokens, height=0.72, color=MODE_COLOURS[row.mode])
-        axes.text(row.tokens + 0.02 * rows["tokens"].max(), place, f"{row.tokens:g}", va="center", fontsize=6.3)
-        text.text(0, place, _excerpt(row.text, width), va="center", fontsize=5.8, linespacing=1.25, parse_math=False)
+        axes.text(
+            row.tokens + 0.02 * rows["tokens"].max(),
+            place,
+            f"{row.tokens:g}",
+            va="center",
+            fontsize=6.3,
+        )
+        text.text(
+            0,
+            place,
+            _excerpt(row.text, width),
+            va="center",
+            fontsize=5.8,
+            linespacing=1.25,
+            parse_math=False,
+        )
     labels = [f"turn {row.turn}{'  (hard)' if row.hard else ''}" for row in rows.itertuples()]
     axes.set_yticks(heights, labels)
     for label, hard in zip(axes.get_yticklabels(), rows["hard"], strict=True):
@@ -112,8 +135,14 @@ def trajectory(example: Source, *, scale: str = MEASURED, width: int = 84) -> tu
         ours = rows["system"] == system
         top = min(place for place, member in zip(heights, ours, strict=True) if member)
         total = rows.loc[ours, "tokens"].sum()
-        text.text(0, top - 0.72, f"{system_name(system)}: {total:g} tokens", fontsize=6.5, fontweight="bold",
-                  va="center")
+        text.text(
+            0,
+            top - 0.72,
+            f"{system_name(system)}: {total:g} tokens",
+            fontsize=6.5,
+            fontweight="bold",
+            va="center",
+        )
     axes.set_ylim(heights[-1] + 0.6, -1.1)
     axes.set_xlim(0, 1.14 * rows["tokens"].max())
     axes.set_xlabel("Generated tokens in the turn")
@@ -128,7 +157,9 @@ def trajectory(example: Source, *, scale: str = MEASURED, width: int = 84) -> tu
         borderaxespad=0.2,
         ncols=len(used),
     )
-    axes.set_title("\n".join(textwrap.wrap(questions[0], 92)), fontsize=7, loc="left", parse_math=False)
+    axes.set_title(
+        "\n".join(textwrap.wrap(questions[0], 92)), fontsize=7, loc="left", parse_math=False
+    )
     footnote(figure, f"{scale} · one question, greedy decoding")
     return figure, rows
 
@@ -146,13 +177,20 @@ def _places(shown: pd.DataFrame, types: list[str]) -> dict[tuple[str, int], floa
 
 def _share_panel(axes, rows: pd.DataFrame, places: dict[tuple[str, int], float]) -> None:
     keys = ["question_type", "turn"]
-    beside = np.where(rows.duplicated(keys, keep=False), np.where(rows["hard"], _BESIDE, -_BESIDE), 0.0)
-    rows = rows.assign(x=beside + [places[key] for key in rows[keys].itertuples(index=False, name=None)])
+    beside = np.where(
+        rows.duplicated(keys, keep=False), np.where(rows["hard"], _BESIDE, -_BESIDE), 0.0
+    )
+    rows = rows.assign(
+        x=beside + [places[key] for key in rows[keys].itertuples(index=False, name=None)]
+    )
     for _, line in rows.groupby("question_type"):
         line = line.sort_values("x")
         axes.plot(line["x"], line["latent_share"], color=GREY, linewidth=0.8, zorder=1)
     axes.grid(axis="x", visible=False)
-    for part, colour, marker in ((rows[~rows["hard"]], BLUE, "o"), (rows[rows["hard"]], VERMILLION, "D")):
+    for part, colour, marker in (
+        (rows[~rows["hard"]], BLUE, "o"),
+        (rows[rows["hard"]], VERMILLION, "D"),
+    ):
         interval_bars(
             axes,
             part["x"],
@@ -185,7 +223,9 @@ def _label_types(axes, types: list[str], places: dict[tuple[str, int], float]) -
 def _excerpt(text: str, width: int) -> str:
     """The reasoning block on one line, the action on the next, both shortened to the width."""
     block, action = (part.strip() for part in (_BLOCK_END.split(str(text), maxsplit=1) + [""])[:2])
-    return "\n".join(textwrap.shorten(part, width, placeholder=" …") for part in (block, action) if part)
+    return "\n".join(
+        textwrap.shorten(part, width, placeholder=" …") for part in (block, action) if part
+    )
 
 
 def _range(counts: pd.Series) -> str:

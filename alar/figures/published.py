@@ -1,9 +1,9 @@
 """Results of the ALAR paper (arXiv 2606.02871) and of the methods it compares with.
 
-Means over the paper's six search sets (EM, %) and over BFCL's four categories (accuracy, %), with generated tokens.
-They are second-hand and agree with the released figure, digitised to 0.1 points. Two 3B rows, marked `digitised`, are
-known from that figure only: their token reduction is read off, their token count is not known. Numbers that could not
-be found are left out.
+Means over the paper's six search sets (EM, %) and over BFCL's four categories (accuracy, %), with
+generated tokens. They are second-hand and agree with the released figure, digitised to 0.1 points.
+Two 3B rows, marked `digitised`, are known from that figure only: their token reduction is read off,
+their token count is not known. Numbers that could not be found are left out.
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ _ROWS = [
 
 
 def results() -> pd.DataFrame:
-    """One row per published point: setting, system, accuracy, tokens, accuracy_difference, token_reduction, digitised.
+    """One row per published point: setting, system, accuracy, tokens, accuracy_difference,
+    token_reduction, digitised.
 
-    Accuracies and reductions are fractions; differences and reductions are against the base of the same setting.
+    Accuracies and reductions are fractions; differences and reductions are against the base of the
+    same setting.
     """
-    table = pd.DataFrame(_ROWS, columns=["setting", "system", "accuracy", "tokens", "token_reduction"])
+    table = pd.DataFrame(
+        _ROWS, columns=["setting", "system", "accuracy", "tokens", "token_reduction"]
+    )
     base = table[table["system"] == "base"].set_index("setting")
     table["accuracy"] /= 100
     table["accuracy_difference"] = table["accuracy"] - table["setting"].map(base["accuracy"] / 100)

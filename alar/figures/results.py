@@ -1,7 +1,8 @@
-"""What the evaluation found: accuracy against tokens, stages, question types, inference controls, oracle router.
+"""What the evaluation found: accuracy against tokens, stages, question types, inference controls,
+oracle router.
 
-Every figure reads summaries (`tables.SUMMARY`, made by `alar.statistics.summarise`) and returns the figure with the
-table of what it shows.
+Every figure reads summaries (`tables.SUMMARY`, made by `alar.evaluate.statistics.summarise`) and
+returns the figure with the table of what it shows.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from alar import tables
+from alar.evaluate import tables
 from alar.figures import published
 from alar.figures.style import (
     BLACK,
@@ -47,13 +48,21 @@ _METRIC_TITLES = {
 _SHARES = ("em", "latent_share", "em_difference", "token_reduction")
 
 _OURS = "this study"
-_SETTING_COLOURS = {"Search-R1 7B": BLUE, "Search-R1 3B": ORANGE, "Qwen3-4B, tools": PURPLE, _OURS: GREEN}
+_SETTING_COLOURS = {
+    "Search-R1 7B": BLUE,
+    "Search-R1 3B": ORANGE,
+    "Qwen3-4B, tools": PURPLE,
+    _OURS: GREEN,
+}
 _METHOD_MARKERS = SYSTEM_MARKERS | {"ThinkPrune": "D", "ShorterBetter": "X", "O1-Pruner": "p"}
 
 
 @styled
-def accuracy_against_tokens(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
-    """Accuracy change against token reduction, each from its own base: published points hollow, ours filled.
+def accuracy_against_tokens(
+    summary: Source, *, scale: str = MEASURED
+) -> tuple[Figure, pd.DataFrame]:
+    """Accuracy change against token reduction, each from its own base: published points hollow,
+    ours filled.
 
     The vertical axis is broken where a wide gap would squeeze the points above it.
     """
@@ -97,7 +106,11 @@ def stages(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFr
 def question_types(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
     """Accuracy and tokens of every system, one column per question type."""
     summary = tables.read(summary, tables.SUMMARY)
-    types = [name for name in tables.in_order(summary["question_type"], tables.QUESTION_TYPES) if name != "all"]
+    types = [
+        name
+        for name in tables.in_order(summary["question_type"], tables.QUESTION_TYPES)
+        if name != "all"
+    ]
     shown = summary[summary["question_type"].isin(types)]
     systems = tables.in_order(shown["system"], tables.SYSTEMS)
     figure = new_figure(PAGE, 1.2 + 0.34 * len(systems))
@@ -106,8 +119,13 @@ def question_types(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, p
         for axes, question_type in zip(line, types, strict=True):
             rows = shown[shown["question_type"] == question_type]
             _dots(axes, rows, metric, systems)
-            title = f"{type_name(question_type)}{chr(10) if len(types) > 4 else ' '}(n = {int(rows['n'].iloc[0])})"
-            axes.set_title(title if metric == "em" else "", fontsize=7.5 if len(types) <= 4 else 6.5)
+            title = (
+                f"{type_name(question_type)}{chr(10) if len(types) > 4 else ' '}(n ="
+                f" {int(rows['n'].iloc[0])})"
+            )
+            axes.set_title(
+                title if metric == "em" else "", fontsize=7.5 if len(types) <= 4 else 6.5
+            )
             axes.set_xlim(*_limits(shown, metric))
     for line, label in zip(grid, (_METRIC_TITLES["em"], "Generated tokens"), strict=True):
         for axes in line:
@@ -117,8 +135,11 @@ def question_types(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, p
 
 
 @styled
-def controls(summary: Source, *, reference: str = "intact", scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
-    """Accuracy under each tampering with z at inference, and its difference from the untouched latents."""
+def controls(
+    summary: Source, *, reference: str = "intact", scale: str = MEASURED
+) -> tuple[Figure, pd.DataFrame]:
+    """Accuracy under each tampering with z at inference, and its difference from the untouched
+    latents."""
     rows = _rows(summary, "all", tables.CONTROLS)
     _demand_system(rows, reference)
     figure = new_figure(PAGE, 0.9 + 0.21 * len(rows))
@@ -138,7 +159,8 @@ def oracle(
     token_margin: float = 1.25,
     scale: str = MEASURED,
 ) -> tuple[Figure, pd.DataFrame]:
-    """Accuracy and tokens beside the oracle router's, with the band in which a router counts as close to it.
+    """Accuracy and tokens beside the oracle router's, with the band in which a router counts as
+    close to it.
 
     The band reaches `em_margin` below the oracle's accuracy and to `token_margin` times its tokens.
     """
@@ -147,9 +169,16 @@ def oracle(
     figure = new_figure(PAGE, 0.9 + 0.21 * max(3, len(rows)))
     grid = figure.subplots(1, 2, sharey=True)
     _dot_panels(grid, rows, ("em", "tokens"))
-    grid[0].axvspan(yardstick["em"] - em_margin, yardstick["em"], color=LIGHT, alpha=0.7, linewidth=0, zorder=0)
+    grid[0].axvspan(
+        yardstick["em"] - em_margin, yardstick["em"], color=LIGHT, alpha=0.7, linewidth=0, zorder=0
+    )
     grid[1].axvspan(
-        yardstick["tokens"], token_margin * yardstick["tokens"], color=LIGHT, alpha=0.7, linewidth=0, zorder=0
+        yardstick["tokens"],
+        token_margin * yardstick["tokens"],
+        color=LIGHT,
+        alpha=0.7,
+        linewidth=0,
+        zorder=0,
     )
     margins = f"{100 * em_margin:.0f} points and {token_margin:.2f} × the tokens"
     band = f"grey: within {margins} of the {system_name(reference)}"
@@ -157,12 +186,15 @@ def oracle(
     return figure, rows
 
 
-def _rows(summary: Source, question_type: str, order: tuple[str, ...] = tables.SYSTEMS) -> pd.DataFrame:
+def _rows(
+    summary: Source, question_type: str, order: tuple[str, ...] = tables.SYSTEMS
+) -> pd.DataFrame:
     summary = tables.read(summary, tables.SUMMARY)
     rows = summary[summary["question_type"] == question_type]
     if rows.empty:
         raise tables.TableError(
-            f"table 'summary': column 'question_type' has no '{question_type}'; {tables.SUMMARY.origin}"
+            f"table 'summary': column 'question_type' has no '{question_type}';"
+            f" {tables.SUMMARY.origin}"
         )
     rank = {name: place for place, name in enumerate(tables.in_order(rows["system"], order))}
     return rows.sort_values("system", key=lambda names: names.map(rank), ignore_index=True)
@@ -178,11 +210,16 @@ def _demand_system(rows: pd.DataFrame, system: str) -> pd.Series:
     return found.iloc[0]
 
 
-def _dot_panels(grid, rows: pd.DataFrame, metrics: tuple[str, ...], reference: str = "base") -> None:
+def _dot_panels(
+    grid, rows: pd.DataFrame, metrics: tuple[str, ...], reference: str = "base"
+) -> None:
     systems = list(rows["system"])
     for index, (axes, metric) in enumerate(zip(grid, metrics, strict=True)):
         _dots(axes, rows, metric, systems)
-        axes.set_title(f"{panel_letter(index)}   {_METRIC_TITLES[metric].format(reference=system_name(reference))}")
+        axes.set_title(
+            f"{panel_letter(index)}  "
+            f" {_METRIC_TITLES[metric].format(reference=system_name(reference))}"
+        )
         axes.set_xlim(*_limits(rows, metric))
 
 
@@ -240,8 +277,8 @@ def _measured_points(rows: pd.DataFrame) -> pd.DataFrame:
     )
     if points["accuracy_difference"].isna().any():
         raise tables.TableError(
-            "table 'summary': column 'em_difference' is empty, because system 'base' was not evaluated; "
-            f"{tables.SUMMARY.origin}: evaluate the base too"
+            "table 'summary': column 'em_difference' is empty, because system 'base' was not"
+            f" evaluated; {tables.SUMMARY.origin}: evaluate the base too"
         )
     return points.assign(source="measured", setting=_OURS)[_POINT_COLUMNS]
 
@@ -266,8 +303,12 @@ def _draw_point(axes, point) -> None:
     x, y = [point.token_reduction], [point.accuracy_difference]
     if ours:
         bars = {"color": colour, "elinewidth": 0.9, "zorder": 3}
-        interval_bars(axes, x, y, [point.accuracy_difference_low], [point.accuracy_difference_high], **bars)
-        interval_bars(axes, x, y, [point.token_reduction_low], [point.token_reduction_high], along="x", **bars)
+        interval_bars(
+            axes, x, y, [point.accuracy_difference_low], [point.accuracy_difference_high], **bars
+        )
+        interval_bars(
+            axes, x, y, [point.token_reduction_low], [point.token_reduction_high], along="x", **bars
+        )
     axes.plot(
         x,
         y,
@@ -281,7 +322,8 @@ def _draw_point(axes, point) -> None:
 
 
 def _bands(low: pd.Series, high: pd.Series) -> list[tuple[float, float]]:
-    """Ranges of the vertical axis, top first: one, or two around the widest gap if that gap is wide."""
+    """Ranges of the vertical axis, top first: one, or two around the widest gap if that gap is
+    wide."""
     spans = sorted(zip(low, high, strict=True), key=lambda span: span[1], reverse=True)
     gaps = []
     floor = 0.0
@@ -316,7 +358,13 @@ def _mark_breaks(grid) -> None:
 
 def _point_legend(points: pd.DataFrame) -> list[Line2D]:
     def entry(label: str, **style) -> Line2D:
-        return Line2D([], [], linestyle="none", label=label, **{"markersize": 5.5, "markeredgewidth": 1.1} | style)
+        return Line2D(
+            [],
+            [],
+            linestyle="none",
+            label=label,
+            **{"markersize": 5.5, "markeredgewidth": 1.1} | style,
+        )
 
     handles = [entry("base of each setting", marker="*", color=BLACK)]
     for setting, colour in _SETTING_COLOURS.items():
@@ -324,7 +372,11 @@ def _point_legend(points: pd.DataFrame) -> list[Line2D]:
         label = f"{setting}, {'measured' if setting == _OURS else 'published'}"
         handles.append(entry(label, marker="o", markeredgecolor=colour, markerfacecolor=fill))
     handles.append(entry("", marker="none"))
-    for system in tables.in_order(points["system"], ("alar", "stage1", "warmup", "alar-think", "alar-latent")):
+    for system in tables.in_order(
+        points["system"], ("alar", "stage1", "warmup", "alar-think", "alar-latent")
+    ):
         marker = _METHOD_MARKERS.get(system, "o")
-        handles.append(entry(system_name(system), marker=marker, markeredgecolor=GREY, markerfacecolor="none"))
+        handles.append(
+            entry(system_name(system), marker=marker, markeredgecolor=GREY, markerfacecolor="none")
+        )
     return handles

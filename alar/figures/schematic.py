@@ -1,8 +1,9 @@
-"""The method in one drawing: a turn with its two modes, the latent recurrence, and the training stages.
+"""The method in one drawing: a turn with its two modes, the latent recurrence, and the training
+stages.
 
-After the ALAR paper (arXiv 2606.02871): one turn is one reasoning block and one action; a latent block feeds K
-projected hidden states back as input embeddings; training goes from explicit teacher trajectories through AASD and
-mode warm-up to AR-GRPO.
+After the ALAR paper (arXiv 2606.02871): one turn is one reasoning block and one action; a latent
+block feeds K projected hidden states back as input embeddings; training goes from explicit teacher
+trajectories through AASD and mode warm-up to AR-GRPO.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ def method(*, num_latent: int = 4) -> tuple[Figure, pd.DataFrame]:
     parts: list[tuple[str, str, str]] = []
     for axes, title, draw in (
         (turn, "a   One turn: the policy chooses how to reason, then acts", _turn),
-        (recurrence, "b   Inside a latent block: hidden states become the next inputs", _recurrence),
+        (
+            recurrence,
+            "b   Inside a latent block: hidden states become the next inputs",
+            _recurrence,
+        ),
         (training, "c   Training", _training),
     ):
         axes.set(xlim=(-0.3, 100.3), ylim=(0, 20), title=title)
@@ -52,7 +57,21 @@ class _Board:
     def __init__(self, axes, panel: str, parts: list[tuple[str, str, str]]):
         self.axes, self.panel, self.parts = axes, panel, parts
 
-    def box(self, x, y, width, height, text, meaning, *, title="", colour=GREY, fill="white", size=6.6, mono=False):
+    def box(
+        self,
+        x,
+        y,
+        width,
+        height,
+        text,
+        meaning,
+        *,
+        title="",
+        colour=GREY,
+        fill="white",
+        size=6.6,
+        mono=False,
+    ):
         """A rounded box centred on (x, y), with an optional bold first line."""
         self.axes.add_patch(
             FancyBboxPatch(
@@ -69,14 +88,23 @@ class _Board:
         )
         font = {"family": "DejaVu Sans Mono"} if mono else {}
         if title:
-            self.note(x, y + height / 2 - 3.9, title, colour=BLACK, size=7, weight="bold", va="baseline")
+            self.note(
+                x, y + height / 2 - 3.9, title, colour=BLACK, size=7, weight="bold", va="baseline"
+            )
         self.note(x, y - 1.5 if title else y, text, colour=BLACK, size=size, **font)
         self.parts.append((self.panel, title or " ".join(text.replace("$", "").split()), meaning))
 
     def arrow(self, start, end, *, colour=GREY):
         self.axes.add_patch(
             FancyArrowPatch(
-                start, end, arrowstyle="-|>", mutation_scale=6.5, color=colour, linewidth=0.9, shrinkA=0, shrinkB=0
+                start,
+                end,
+                arrowstyle="-|>",
+                mutation_scale=6.5,
+                color=colour,
+                linewidth=0.9,
+                shrinkA=0,
+                shrinkB=0,
             )
         )
 
@@ -90,15 +118,35 @@ def _turn(board: _Board, num_latent: int) -> None:
     board.box(8, 11.5, 15, 8, "question and\npast turns", "what the policy reads", fill=PALE[GREY])
     board.box(27, 11.5, 12, 8, "policy", "the language model with the projector f", colour=BLACK)
     board.box(
-        54, 17, 30, 6, f"<latent>{bullets}</latent>", "latent mode: K continuous thoughts, no text",
-        colour=BLUE, fill=PALE[BLUE], mono=True,
+        54,
+        17,
+        30,
+        6,
+        f"<latent>{bullets}</latent>",
+        "latent mode: K continuous thoughts, no text",
+        colour=BLUE,
+        fill=PALE[BLUE],
+        mono=True,
     )
     board.box(
-        54, 6, 30, 6, "<think>text</think>", "explicit mode: a chain of thought",
-        colour=VERMILLION, fill=PALE[VERMILLION], mono=True,
+        54,
+        6,
+        30,
+        6,
+        "<think>text</think>",
+        "explicit mode: a chain of thought",
+        colour=VERMILLION,
+        fill=PALE[VERMILLION],
+        mono=True,
     )
     board.box(
-        82, 11.5, 15, 8, "action\nsearch or answer", "the same in both modes; it anchors AASD", colour=BLACK
+        82,
+        11.5,
+        15,
+        8,
+        "action\nsearch or answer",
+        "the same in both modes; it anchors AASD",
+        colour=BLACK,
     )
     board.arrow((15.5, 11.5), (21, 11.5))
     board.arrow((33, 13), (39, 17), colour=BLUE)
@@ -115,18 +163,31 @@ def _turn(board: _Board, num_latent: int) -> None:
 
 
 def _recurrence(board: _Board, num_latent: int) -> None:
-    """A row of boxes, left to right; between them f leads from h to z, the model from z to the next h."""
-    pairs = [("0", "1"), ("1", "2"), None, ("K-1", "K")] if num_latent > 3 else [
-        (str(k), str(k + 1)) for k in range(num_latent)
-    ]
+    """A row of boxes, left to right; between them f leads from h to z, the model from z to the next
+    h."""
+    pairs = (
+        [("0", "1"), ("1", "2"), None, ("K-1", "K")]
+        if num_latent > 3
+        else [(str(k), str(k + 1)) for k in range(num_latent)]
+    )
     row = [("<latent>", 11.5, BLUE, "opened by the policy", "model")]
     for pair in pairs:
         if pair is None:
             row.append(("· · ·", 5, None, "", "model"))
             continue
         before, after = pair
-        row.append((f"$h_{{{before}}}$", 7, SKY, f"last hidden state {before}, after the final norm", "$f$"))
-        row.append((f"$z_{{{after}}}$", 6, BLUE, f"input embedding of latent position {after}", "model"))
+        row.append(
+            (
+                f"$h_{{{before}}}$",
+                7,
+                SKY,
+                f"last hidden state {before}, after the final norm",
+                "$f$",
+            )
+        )
+        row.append(
+            (f"$z_{{{after}}}$", 6, BLUE, f"input embedding of latent position {after}", "model")
+        )
     row.append(("</latent>", 11.5, GREY, "forced after the last z", ""))
     gap = (100 - sum(width for _, width, *_ in row)) / (len(row) - 1)
     x, y = 0.0, 11.5
@@ -136,13 +197,20 @@ def _recurrence(board: _Board, num_latent: int) -> None:
             board.note(x + width / 2, y, text, size=9)
         else:
             fill = PALE.get(colour, "white")
-            board.box(x + width / 2, y, width, 6, text, meaning, colour=colour, fill=fill, mono=mono)
+            board.box(
+                x + width / 2, y, width, 6, text, meaning, colour=colour, fill=fill, mono=mono
+            )
         x += width
         if place < len(row) - 1:
             board.arrow((x + 0.3, y), (x + gap - 0.3, y))
             ahead = row[place + 1]
-            board.note(x + gap / 2, y + (1.9 if leads == "$f$" else 1.7), "" if ahead[0] == "</latent>" else leads,
-                       colour=BLACK if leads == "$f$" else GREY, size=7 if leads == "$f$" else 5.2)
+            board.note(
+                x + gap / 2,
+                y + (1.9 if leads == "$f$" else 1.7),
+                "" if ahead[0] == "</latent>" else leads,
+                colour=BLACK if leads == "$f$" else GREY,
+                size=7 if leads == "$f$" else 5.2,
+            )
             x += gap
     board.note(
         50,
@@ -158,13 +226,35 @@ def _recurrence(board: _Board, num_latent: int) -> None:
 def _training(board: _Board, num_latent: int) -> None:
     stages = [
         ("base", "explicit teacher;\nkeep the correct", GREY, "sampled trajectories that succeed"),
-        ("AASD", "every CoT → latent block;\nloss on tags and actions", SKY, "stage 1: always latent"),
-        ("mode warm-up", "a fair coin per turn:\nlatent block or text", ORANGE, "both modes become fluent"),
-        ("AR-GRPO", "reward: success, latent\nshare, diversity, length", GREEN, "learns when to think"),
-        ("ALAR", "latent where it is enough,\ntext where it is needed", PURPLE, "the adaptive policy"),
+        (
+            "AASD",
+            "every CoT → latent block;\nloss on tags and actions",
+            SKY,
+            "stage 1: always latent",
+        ),
+        (
+            "mode warm-up",
+            "a fair coin per turn:\nlatent block or text",
+            ORANGE,
+            "both modes become fluent",
+        ),
+        (
+            "AR-GRPO",
+            "reward: success, latent\nshare, diversity, length",
+            GREEN,
+            "learns when to think",
+        ),
+        (
+            "ALAR",
+            "latent where it is enough,\ntext where it is needed",
+            PURPLE,
+            "the adaptive policy",
+        ),
     ]
     for place, (name, text, colour, meaning) in enumerate(stages):
         x = 9 + 20.5 * place
-        board.box(x, 11, 17.4, 11, text, meaning, title=name, colour=colour, fill=PALE[colour], size=5.9)
+        board.box(
+            x, 11, 17.4, 11, text, meaning, title=name, colour=colour, fill=PALE[colour], size=5.9
+        )
         if place:
             board.arrow((x - 11.6, 11), (x - 8.9, 11), colour=BLACK)

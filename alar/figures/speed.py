@@ -1,5 +1,5 @@
-"""Speed: the benchmark notebook's time ratios, each with its range and what is claimed of it, and the serving notebook's
-tokens per second."""
+"""Speed: the benchmark notebook's time ratios, each with its range and what is claimed of it, and
+the serving notebook's tokens per second."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from alar import tables
+from alar.evaluate import tables
 from alar.figures.style import (
     BLACK,
     BLUE,
@@ -24,7 +24,7 @@ from alar.figures.style import (
     styled,
 )
 
-ROUTES = {  # as `alar.bench.serving` names them: label, colour, marker
+ROUTES = {  # as `alar.study.bench.serving` names them: label, colour, marker
     "hf": ("in-process engine", BLUE, "o"),
     "vllm": ("vLLM engine", VERMILLION, "s"),
     "server": ("vLLM server, over HTTP", GREEN, "^"),
@@ -33,23 +33,45 @@ _TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 @styled
-def speed(ratios: Source, *, clock: str = "wall", scale: str = "measured") -> tuple[Figure, pd.DataFrame]:
-    """One row per comparison, time of the first over time of the second. `clock` is "wall" or "cpu".
+def speed(
+    ratios: Source, *, clock: str = "wall", scale: str = "measured"
+) -> tuple[Figure, pd.DataFrame]:
+    """One row per comparison, time of the first over time of the second. `clock` is "wall" or
+    "cpu".
 
     A triangle marks a claim, pointing to the side that keeps it.
     """
     ratios = tables.read(ratios, tables.BENCH_RATIOS)
     rows = ratios[ratios["clock"] == clock].reset_index(drop=True)
     if rows.empty:
-        raise tables.TableError(f"table 'speed ratios': column 'clock' has no '{clock}'; {tables.BENCH_RATIOS.origin}")
+        raise tables.TableError(
+            f"table 'speed ratios': column 'clock' has no '{clock}'; {tables.BENCH_RATIOS.origin}"
+        )
     place = np.arange(len(rows))[::-1]
     figure = new_figure(PAGE, 0.9 + 0.2 * len(rows))
     axes = figure.subplots()
     axes.set_xscale("log")
     axes.axvline(1, color=GREY, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
-    interval_bars(axes, rows["ratio"], place, rows["ratio_low"], rows["ratio_high"], along="x", fmt="o", color=BLUE)
+    interval_bars(
+        axes,
+        rows["ratio"],
+        place,
+        rows["ratio_low"],
+        rows["ratio_high"],
+        along="x",
+        fmt="o",
+        color=BLUE,
+    )
     for column, marker in (("at_most", "<"), ("at_least", ">")):
-        axes.plot(rows[column], place, marker, color=VERMILLION, markerfacecolor="none", markersize=5, zorder=4)
+        axes.plot(
+            rows[column],
+            place,
+            marker,
+            color=VERMILLION,
+            markerfacecolor="none",
+            markersize=5,
+            zorder=4,
+        )
     names = [f"{r.part} · {r.case}: {r.numerator} / {r.denominator}" for r in rows.itertuples()]
     axes.set_yticks(place, names)
     axes.set_ylim(-0.6, len(rows) - 0.4)
@@ -61,21 +83,29 @@ def speed(ratios: Source, *, clock: str = "wall", scale: str = "measured") -> tu
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlabel(f"Ratio of {'wall' if clock == 'wall' else 'CPU'} times per token")
     axes.tick_params(axis="y", colors=BLACK, length=0)
-    footnote(figure, f"{scale} · median and range of the rounds · triangle: the claim, pointing to the side that keeps it")
+    footnote(
+        figure,
+        f"{scale} · median and range of the rounds · triangle: the claim, pointing to the side that"
+        " keeps it",
+    )
     return figure, rows
 
 
 @styled
 def throughput(table: Source, *, scale: str = "measured") -> tuple[Figure, pd.DataFrame]:
     """Generated tokens per second against how many turns are written at once, one line per route."""
-    table = tables.read(table, tables.THROUGHPUT).sort_values(["route", "concurrent"], ignore_index=True)
+    table = tables.read(table, tables.THROUGHPUT).sort_values(
+        ["route", "concurrent"], ignore_index=True
+    )
     figure = new_figure(COLUMN, 2.3)
     axes = figure.subplots()
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     for route, rows in table.groupby("route", sort=False):
         label, colour, marker = ROUTES.get(route, (route, BLACK, "D"))
-        axes.plot(rows["concurrent"], rows["tokens_per_second"], marker=marker, color=colour, label=label)
+        axes.plot(
+            rows["concurrent"], rows["tokens_per_second"], marker=marker, color=colour, label=label
+        )
     shown = sorted(set(table["concurrent"]))
     axes.xaxis.set_major_locator(FixedLocator(shown))
     axes.xaxis.set_minor_locator(NullLocator())

@@ -1,9 +1,10 @@
 """One look for all figures, and saving them.
 
-Sizes are those of a two-column page: `COLUMN` (3.4 in) and `PAGE` (7 in) wide, text of 7 points, so a figure placed at
-its own width is readable. Colours are Okabe & Ito's, distinct under the common colour blindnesses and, with the
-markers, in grey. Output is deterministic: no dates, no versions, fixed SVG identifiers, and the fonts that come with
-matplotlib. Figures are made without pyplot, so drawing leaves no global state behind.
+Sizes are those of a two-column page: `COLUMN` (3.4 in) and `PAGE` (7 in) wide, text of 7 points, so
+a figure placed at its own width is readable. Colours are Okabe & Ito's, distinct under the common
+colour blindnesses and, with the markers, in grey. Output is deterministic: no dates, no versions,
+fixed SVG identifiers, and the fonts that come with matplotlib. Figures are made without pyplot, so
+drawing leaves no global state behind.
 """
 
 from __future__ import annotations
@@ -69,9 +70,19 @@ SYSTEM_COLOURS = {
     "intact": GREEN,
     "text": VERMILLION,
 }
-SYSTEM_MARKERS = {"base": "*", "stage1": "s", "warmup": "P", "alar": "o", "alar-think": "^", "alar-latent": "v"}
+SYSTEM_MARKERS = {
+    "base": "*",
+    "stage1": "s",
+    "warmup": "P",
+    "alar": "o",
+    "alar-think": "^",
+    "alar-latent": "v",
+}
 TYPE_NAMES = {
-    "all": "all questions", "single": "single hop", "parallel_multiple": "parallel, multiple", "multi_turn": "multi-turn"
+    "all": "all questions",
+    "single": "single hop",
+    "parallel_multiple": "parallel, multiple",
+    "multi_turn": "multi-turn",
 }
 
 STYLE = {
@@ -108,7 +119,8 @@ STYLE = {
 
 
 class StyledFigure(Figure):
-    """A figure that keeps the style when it is rendered later, and shows itself in a notebook without pyplot."""
+    """A figure that keeps the style when it is rendered later, and shows itself in a notebook
+    without pyplot."""
 
     def draw(self, renderer):
         with rc_context(STYLE):
@@ -125,7 +137,8 @@ class StyledFigure(Figure):
 def styled(draw: Callable) -> Callable:
     """Runs a drawing function under the shared style and settles the layout of its figure.
 
-    The layout engine moves things a little each time a figure is rendered; settled, all its copies are equal.
+    The layout engine moves things a little each time a figure is rendered; settled, all its copies
+    are equal.
     """
 
     @functools.wraps(draw)
@@ -146,11 +159,20 @@ def new_figure(width: float, height: float) -> StyledFigure:
 
 def footnote(figure: Figure, *parts: str) -> None:
     """Small print under the axes: where the numbers come from, how many, and what the bars are."""
-    figure.supxlabel(" · ".join(part for part in parts if part), fontsize=5.8, color=GREY, x=0.995, ha="right")
+    figure.supxlabel(
+        " · ".join(part for part in parts if part), fontsize=5.8, color=GREY, x=0.995, ha="right"
+    )
 
 
-def save(figure: Figure, table: pd.DataFrame, folder: str | Path, name: str, formats: Iterable[str] = ("png", "svg")):
-    """Writes `name.csv`, the plotted numbers, and `name.<format>` for each format; returns the paths."""
+def save(
+    figure: Figure,
+    table: pd.DataFrame,
+    folder: str | Path,
+    name: str,
+    formats: Iterable[str] = ("png", "svg"),
+):
+    """Writes `name.csv`, the plotted numbers, and `name.<format>` for each format; returns the
+    paths."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.csv"]
@@ -164,7 +186,9 @@ def save(figure: Figure, table: pd.DataFrame, folder: str | Path, name: str, for
 def percent_axis(axis, ticks: int = 6) -> None:
     """Round ticks of a fraction, written in percent."""
     axis.set_major_locator(MaxNLocator(nbins=ticks, steps=[1, 2, 5, 10]))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(100 * value, 6):g}".replace("-", "−")))
+    axis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{round(100 * value, 6):g}".replace("-", "−"))
+    )
 
 
 def interval_bars(axes, x, y, low, high, *, along: str = "y", **style) -> None:
@@ -194,7 +218,11 @@ def panel_letter(index: int) -> str:
 
 def _rendered(figure: Figure, kind: str, **options) -> bytes:
     # Dates and the library's version would make equal figures differ byte by byte.
-    metadata = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}, "pdf": {"CreationDate": None}}
+    metadata = {
+        "svg": {"Date": None, "Creator": None},
+        "png": {"Software": None},
+        "pdf": {"CreationDate": None},
+    }
     buffer = io.BytesIO()
     with rc_context(STYLE):
         figure.savefig(buffer, format=kind, metadata=metadata.get(kind), **options)
@@ -202,7 +230,10 @@ def _rendered(figure: Figure, kind: str, **options) -> bytes:
 
 
 def _with_palette(png: io.BytesIO) -> bytes:
-    """The picture with 128 colours, a third of the size and no visible change for drawings like these."""
+    """The picture with 128 colours, a third of the size and no visible change for drawings like
+    these."""
     small = io.BytesIO()
-    Image.open(png).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+    Image.open(png).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(
+        small, "PNG", optimize=True
+    )
     return small.getvalue()

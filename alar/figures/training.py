@@ -1,4 +1,5 @@
-"""Training as it went: AR-GRPO dynamics, live and afterwards, loss curves, and the shape of the reward."""
+"""Training as it went: AR-GRPO dynamics, live and afterwards, loss curves, and the shape of the
+reward."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from alar import tables
+from alar.evaluate import tables
+from alar.evaluate.intervals import running_mean, wilson
 from alar.figures.style import (
     BLACK,
     BLUE,
@@ -30,12 +32,14 @@ from alar.figures.style import (
     percent_axis,
     styled,
 )
-from alar.statistics.intervals import running_mean, wilson
 
 # Panel title, then its series: column of metrics.jsonl, label, colour.
 _PANELS = [
     ("Reward", [("reward", "rollouts", BLACK)]),
-    ("Accuracy (%)", [("accuracy", "rollouts", GREEN), ("validation_accuracy", "validation, greedy", BLACK)]),
+    (
+        "Accuracy (%)",
+        [("accuracy", "rollouts", GREEN), ("validation_accuracy", "validation, greedy", BLACK)],
+    ),
     (
         "Latent share of turns (%)",
         [
@@ -46,9 +50,15 @@ _PANELS = [
     ),
     (
         "Generated tokens",
-        [("generated_tokens", "rollouts", PURPLE), ("validation_tokens", "validation, greedy", BLACK)],
+        [
+            ("generated_tokens", "rollouts", PURPLE),
+            ("validation_tokens", "validation, greedy", BLACK),
+        ],
     ),
-    ("Entropy of the mode (bits)", [("mode_entropy", "H(M)", BLACK), ("mode_entropy_given_state", "H(M|X)", ORANGE)]),
+    (
+        "Entropy of the mode (bits)",
+        [("mode_entropy", "H(M)", BLACK), ("mode_entropy_given_state", "H(M|X)", ORANGE)],
+    ),
     ("State–mode information (bits)", [("mutual_information", "I(X;M)", BLUE)]),
 ]
 _PERCENT = {"Accuracy (%)", "Latent share of turns (%)"}
@@ -56,16 +66,13 @@ _PERCENT = {"Accuracy (%)", "Latent share of turns (%)"}
 
 @styled
 def dynamics(
-    metrics: Source,
-    *,
-    validation_questions: int = 0,
-    total_steps: int = 0,
-    scale: str = MEASURED,
+    metrics: Source, *, validation_questions: int = 0, total_steps: int = 0, scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
     """Reward, accuracy, latent share, tokens and mode entropies over the steps of AR-GRPO.
 
-    Thin lines are single steps, thick ones running means with a 95 % band. Validation points carry Wilson intervals
-    when `validation_questions`, their number of questions, is given. `total_steps` fixes the horizontal axis.
+    Thin lines are single steps, thick ones running means with a 95 % band. Validation points carry
+    Wilson intervals when `validation_questions`, their number of questions, is given. `total_steps`
+    fixes the horizontal axis.
     """
     metrics = tables.read(metrics, tables.METRICS)
     steps, window = metrics["step"], max(3, len(metrics) // 10)
@@ -77,7 +84,9 @@ def dynamics(
             if column not in metrics or metrics[column].isna().all():
                 continue
             if column.startswith("validation_"):
-                drawn.append(_draw_validation(axes, metrics, column, label, colour, validation_questions))
+                drawn.append(
+                    _draw_validation(axes, metrics, column, label, colour, validation_questions)
+                )
             else:
                 drawn.append(_draw_smoothed(axes, metrics, column, label, colour, window))
         axes.set_title(f"{panel_letter(index)}   {title}")
@@ -85,7 +94,12 @@ def dynamics(
             percent_axis(axes.yaxis)
         if len(axes.get_legend_handles_labels()[1]) > 1:
             axes.legend(
-                loc="best", handlelength=1.2, labelspacing=0.25, frameon=True, framealpha=0.8, edgecolor="none"
+                loc="best",
+                handlelength=1.2,
+                labelspacing=0.25,
+                frameon=True,
+                framealpha=0.8,
+                edgecolor="none",
             )
     low, high = grid[1].get_ylim()
     grid[1].set_ylim(max(low, -0.03), min(high, 1.03))
@@ -95,22 +109,33 @@ def dynamics(
         axes.set_xlabel("AR-GRPO step")
     grid[0].set_xlim(0, max(steps.max(), total_steps, 1))
     grid[0].xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    bars = f", points: validation, n = {validation_questions}, with 95 % intervals" if validation_questions else ""
-    footnote(figure, f"{scale} · thick: running mean of {window} steps, band: its 95 % interval{bars}")
+    bars = (
+        f", points: validation, n = {validation_questions}, with 95 % intervals"
+        if validation_questions
+        else ""
+    )
+    footnote(
+        figure, f"{scale} · thick: running mean of {window} steps, band: its 95 % interval{bars}"
+    )
     return figure, pd.concat(drawn, axis=1)
 
 
 @styled
 def losses(curves: Mapping[str, Source], *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
-    """Cross-entropy over the optimiser steps of supervised stages, e.g. {"AASD": path, "mode warm-up": path}."""
+    """Cross-entropy over the optimiser steps of supervised stages, e.g. {"AASD": path, "mode
+    warm-up": path}."""
     figure = new_figure(COLUMN, 2.3)
     axes = figure.subplots()
     drawn = []
-    for (name, source), colour in zip(curves.items(), (BLUE, ORANGE, GREEN, PURPLE, SKY), strict=False):
+    for (name, source), colour in zip(
+        curves.items(), (BLUE, ORANGE, GREEN, PURPLE, SKY), strict=False
+    ):
         rows = tables.read(source, tables.LOSS).dropna(subset=["loss"])
         window = max(3, len(rows) // 20)
         smooth = _draw_smoothed(axes, rows, "loss", name, colour, window)
-        drawn.append(pd.concat([pd.DataFrame({"stage": name, "step": rows["step"]}), smooth], axis=1))
+        drawn.append(
+            pd.concat([pd.DataFrame({"stage": name, "step": rows["step"]}), smooth], axis=1)
+        )
     axes.set_xlabel("Optimiser step")
     axes.set_ylabel("Cross-entropy (nats per token)")
     axes.set_ylim(bottom=0)
@@ -124,25 +149,34 @@ def losses(curves: Mapping[str, Source], *, scale: str = MEASURED) -> tuple[Figu
 def lengths(
     curves: Mapping[str, Source], *, validation_questions: int = 0, scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
-    """Generated tokens and accuracy over the steps of RL under several length rewards, e.g. {"ShorterBetter": path}.
+    """Generated tokens and accuracy over the steps of RL under several length rewards, e.g.
+    {"ShorterBetter": path}.
 
-    Lines are running means over the rollouts, points greedy validation, accuracy with Wilson intervals when
-    `validation_questions`, their number, is given.
+    Lines are running means over the rollouts, points greedy validation, accuracy with Wilson
+    intervals when `validation_questions`, their number, is given.
     """
     figure = new_figure(PAGE, 2.5)
     grid = figure.subplots(1, 2, sharex=True)
     drawn = []
-    for (name, source), colour in zip(curves.items(), (BLUE, VERMILLION, PURPLE, ORANGE, SKY), strict=False):
+    for (name, source), colour in zip(
+        curves.items(), (BLUE, VERMILLION, PURPLE, ORANGE, SKY), strict=False
+    ):
         rows = tables.read(source, tables.LENGTHS)
         window = max(3, len(rows) // 10)
         parts = [pd.DataFrame({"method": name, "step": rows["step"]})]
         for axes, column in zip(grid, ("generated_tokens", "accuracy"), strict=True):
             parts.append(_draw_smoothed(axes, rows, column, name, colour, window))
-            checked = {"generated_tokens": "validation_tokens", "accuracy": "validation_accuracy"}[column]
+            checked = {"generated_tokens": "validation_tokens", "accuracy": "validation_accuracy"}[
+                column
+            ]
             if checked in rows:
-                parts.append(_draw_validation(axes, rows, checked, "_", colour, validation_questions))
+                parts.append(
+                    _draw_validation(axes, rows, checked, "_", colour, validation_questions)
+                )
         drawn.append(pd.concat(parts, axis=1))
-    for index, (axes, title) in enumerate(zip(grid, ("Generated tokens", "Accuracy (%)"), strict=True)):
+    for index, (axes, title) in enumerate(
+        zip(grid, ("Generated tokens", "Accuracy (%)"), strict=True)
+    ):
         axes.set_title(f"{panel_letter(index)}   {title}")
         axes.set_xlabel("Step")
     low, high = grid[1].get_ylim()
@@ -151,34 +185,60 @@ def lengths(
     grid[0].xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper", labelspacing=0.6)
     bars = f", n = {validation_questions}, with 95 % intervals" if validation_questions else ""
-    footnote(figure, f"{scale} · thick: running mean of the rollouts and its 95 % interval, points: greedy validation{bars}")
+    footnote(
+        figure,
+        f"{scale} · thick: running mean of the rollouts and its 95 % interval, points: greedy"
+        f" validation{bars}",
+    )
     return figure, pd.concat(drawn, ignore_index=True)
 
 
 @styled
-def reward_shapes(rewards: Source, *, scale: str = "computed from the formulas") -> tuple[Figure, pd.DataFrame]:
-    """Reward against the latent share of a trajectory, one panel per variant, one line per kind of outcome."""
+def reward_shapes(
+    rewards: Source, *, scale: str = "computed from the formulas"
+) -> tuple[Figure, pd.DataFrame]:
+    """Reward against the latent share of a trajectory, one panel per variant, one line per kind of
+    outcome."""
     rewards = tables.read(rewards, tables.REWARD_SHAPES)
     variants = tables.in_order(rewards["variant"], ("published", "repaired"))
     cases = list(dict.fromkeys(rewards["case"]))
-    colours = dict(zip(cases, (GREEN, VERMILLION, BLACK, BLUE, ORANGE, PURPLE, SKY, GREY), strict=False))
-    dashes = dict(zip(cases, ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), "-"), strict=False))
+    colours = dict(
+        zip(cases, (GREEN, VERMILLION, BLACK, BLUE, ORANGE, PURPLE, SKY, GREY), strict=False)
+    )
+    dashes = dict(
+        zip(
+            cases,
+            ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), "-"),
+            strict=False,
+        )
+    )
     figure = new_figure(PAGE, 2.5)
     grid = figure.subplots(1, len(variants), sharey=True, sharex=True, squeeze=False)[0]
     for index, (axes, variant) in enumerate(zip(grid, variants, strict=True)):
         axes.axhline(0, color=GREY, linewidth=0.7)
         for case in cases:
-            line = rewards[(rewards["variant"] == variant) & (rewards["case"] == case)].sort_values("latent_share")
+            line = rewards[(rewards["variant"] == variant) & (rewards["case"] == case)].sort_values(
+                "latent_share"
+            )
             marker = "o" if len(line) == 1 else None
-            axes.plot(line["latent_share"], line["reward"], color=colours[case], linestyle=dashes[case],
-                      marker=marker, label=case)
+            axes.plot(
+                line["latent_share"],
+                line["reward"],
+                color=colours[case],
+                linestyle=dashes[case],
+                marker=marker,
+                label=case,
+            )
         axes.set_title(f"{panel_letter(index)}   {variant}")
         axes.set_xlabel("Latent share of the trajectory's turns (%)")
         axes.set_xlim(-0.02, 1.02)
         percent_axis(axes.xaxis)
     grid[0].set_ylabel("Reward")
     figure.legend(
-        *grid[0].get_legend_handles_labels(), loc="outside right upper", labelspacing=0.6, handlelength=2.6
+        *grid[0].get_legend_handles_labels(),
+        loc="outside right upper",
+        labelspacing=0.6,
+        handlelength=2.6,
     )
     footnote(figure, scale)
     return figure, rewards
@@ -192,12 +252,17 @@ class LiveDynamics:
             live.add(row)
         live.finish()
 
-    Redrawing happens at most every `every_seconds`, and never takes more than about 5 % of the time. Outside IPython
-    nothing is shown. The output cell holds one figure, the last one drawn.
+    Redrawing happens at most every `every_seconds`, and never takes more than about 5 % of the
+    time. Outside IPython nothing is shown. The output cell holds one figure, the last one drawn.
     """
 
     def __init__(
-        self, *, total_steps: int = 0, validation_questions: int = 0, every_seconds: float = 5.0, scale: str = MEASURED
+        self,
+        *,
+        total_steps: int = 0,
+        validation_questions: int = 0,
+        every_seconds: float = 5.0,
+        scale: str = MEASURED,
     ):
         self.rows: list[dict] = []
         self._options = {
@@ -247,7 +312,9 @@ def _in_notebook() -> bool:
     return get_ipython() is not None
 
 
-def _draw_smoothed(axes, metrics: pd.DataFrame, column: str, label: str, colour: str, window: int) -> pd.DataFrame:
+def _draw_smoothed(
+    axes, metrics: pd.DataFrame, column: str, label: str, colour: str, window: int
+) -> pd.DataFrame:
     steps, values = metrics["step"].to_numpy(), metrics[column].to_numpy(dtype=float)
     smooth = running_mean(values, window)
     axes.plot(steps, values, color=colour, linewidth=0.5, alpha=0.35)
@@ -257,13 +324,25 @@ def _draw_smoothed(axes, metrics: pd.DataFrame, column: str, label: str, colour:
     return pd.concat([pd.Series(values, name=column), smooth], axis=1).set_index(metrics.index)
 
 
-def _draw_validation(axes, metrics, column: str, label: str, colour: str, questions: int) -> pd.DataFrame:
+def _draw_validation(
+    axes, metrics, column: str, label: str, colour: str, questions: int
+) -> pd.DataFrame:
     values = metrics[column].to_numpy(dtype=float)
     there = np.isfinite(values)
-    axes.plot(metrics["step"][there], values[there], "o", color=colour, markersize=3.5, label=label, zorder=4)
+    axes.plot(
+        metrics["step"][there],
+        values[there],
+        "o",
+        color=colour,
+        markersize=3.5,
+        label=label,
+        zorder=4,
+    )
     table = pd.DataFrame({column: values})
     if questions and column == "validation_accuracy":
         ends = np.array([wilson(value * questions, questions)[1:] for value in values[there]])
-        axes.vlines(metrics["step"][there], ends[:, 0], ends[:, 1], color=colour, linewidth=0.9, zorder=4)
+        axes.vlines(
+            metrics["step"][there], ends[:, 0], ends[:, 1], color=colour, linewidth=0.9, zorder=4
+        )
         table.loc[there, [f"{column}_low", f"{column}_high"]] = ends
     return table

@@ -1,10 +1,11 @@
-"""`python -m alar.inspector RUN`: the HTML report of a run's trajectories, for people without Jupyter.
+"""`python -m alar.inspector RUN`: the HTML report of a run's trajectories, for people without
+Jupyter.
 
     python -m alar.inspector runs/laptop/search -o report.html
     python -m alar.inspector --checkpoint FOLDER --trajectories FILE.jsonl -o report.html
 
-RUN is a run folder in which notebook 08 has been run; its trajectories are read with the checkpoint that wrote them: the one
-that notebook 08 was given, else the last one that the run trained.
+RUN is a run folder in which notebook 08 has been run; its trajectories are read with the checkpoint
+that wrote them: the one that notebook 08 was given, else the last one that the run trained.
 """
 
 from __future__ import annotations
@@ -20,11 +21,18 @@ CHECKPOINTS = ("05_ar_grpo", "04_mode_warmup", "03_aasd")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m alar.inspector", description="Write one HTML file about a run's trajectories.")
+    parser = argparse.ArgumentParser(
+        prog="python -m alar.inspector",
+        description="Write one HTML file about a run's trajectories.",
+    )
     parser.add_argument("run", type=Path, nargs="?", help="run folder, such as runs/laptop/search")
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"))
-    parser.add_argument("--checkpoint", type=Path, help="model folder (default: the one that notebook 08 inspected)")
-    parser.add_argument("--trajectories", type=Path, help="JSON lines (default: those of notebook 08)")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="model folder (default: the one that notebook 08 inspected)"
+    )
+    parser.add_argument(
+        "--trajectories", type=Path, help="JSON lines (default: those of notebook 08)"
+    )
     parser.add_argument("--count", type=int, default=50, help="trajectories to show (default: 50)")
     options = parser.parse_args(argv)
     try:
@@ -47,10 +55,20 @@ def write_report(checkpoint: Path, trajectories: Path, output: Path, count: int)
 
     model, tokenizer = load(checkpoint)
     codec, shown = Codec.of(model, tokenizer), read_trajectories(trajectories)[:count]
-    records = {index: inspect(t, model, tokenizer) for index, t in enumerate(shown) if len(t.latents)}
+    records = {
+        index: inspect(t, model, tokenizer) for index, t in enumerate(shown) if len(t.latents)
+    }
     return report.write(
-        output, shown, codec, records=records, p_latent=latent_probabilities(model, codec, shown),
-        facts={"checkpoint": checkpoint.name if checkpoint.name != "checkpoint" else checkpoint.parent.name},
+        output,
+        shown,
+        codec,
+        records=records,
+        p_latent=latent_probabilities(model, codec, shown),
+        facts={
+            "checkpoint": (
+                checkpoint.name if checkpoint.name != "checkpoint" else checkpoint.parent.name
+            )
+        },
     )
 
 
@@ -61,10 +79,16 @@ def _sources(options) -> tuple[Path, Path]:
     if trajectories is None:
         trajectories = run / STAGE / "trajectories.jsonl"
         if not trajectories.exists():
-            raise FileNotFoundError(f"{trajectories} does not exist; run notebook 08 in this folder first")
+            raise FileNotFoundError(
+                f"{trajectories} does not exist; run notebook 08 in this folder first"
+            )
     if checkpoint is None:
         asked = run / "executed" / f"{STAGE}.params.yaml"
-        given = yaml.safe_load(asked.read_text(encoding="utf-8"))["checkpoint"] if asked.exists() else ""
+        given = (
+            yaml.safe_load(asked.read_text(encoding="utf-8"))["checkpoint"]
+            if asked.exists()
+            else ""
+        )
         trained = [Path(given)] if given else [run / stage / "checkpoint" for stage in CHECKPOINTS]
         found = [folder for folder in trained if folder.exists()]
         if not found:

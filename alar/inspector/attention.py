@@ -1,8 +1,9 @@
 """Attention weights of a few queries, taken during an ordinary forward pass.
 
-All weights of a trajectory of T tokens would be layers × heads × T × T numbers, of which the inspector needs the rows of
-latent positions and of actions only. `watched_attention` attends as usual and stores the softmax weights of those rows,
-averaged over the heads; they equal what `attn_implementation="eager"` reports.
+All weights of a trajectory of T tokens would be layers × heads × T × T numbers, of which the
+inspector needs the rows of latent positions and of actions only. `watched_attention` attends as
+usual and stores the softmax weights of those rows, averaged over the heads; they equal what
+`attn_implementation="eager"` reports.
 """
 
 from __future__ import annotations
@@ -19,26 +20,40 @@ WATCHED = "watched"
 
 
 class Watch:
-    """`queries` are positions of one sequence; after a forward pass `weights()` is (queries, layers, T), mean over heads."""
+    """`queries` are positions of one sequence; after a forward pass `weights()` is (queries,
+    layers, T), mean over heads."""
 
     def __init__(self, queries: list[int], layers: int):
         self.queries = torch.tensor(queries, dtype=torch.long)
         self.layers: list[Tensor | None] = [None] * layers
 
-    def take(self, layer: int, query: Float[Tensor, "1 heads T D"], key: Float[Tensor, "1 kv T D"], scale: float) -> None:
+    def take(
+        self,
+        layer: int,
+        query: Float[Tensor, "1 heads T D"],
+        key: Float[Tensor, "1 kv T D"],
+        scale: float,
+    ) -> None:
         places = self.queries.to(query.device)
         chosen = query[0, :, places].float()  # (heads, queries, D)
-        keys = key[0].float().repeat_interleave(query.shape[1] // key.shape[1], dim=0)  # (heads, T, D)
+        keys = (
+            key[0].float().repeat_interleave(query.shape[1] // key.shape[1], dim=0)
+        )  # (heads, T, D)
         scores = chosen @ keys.transpose(1, 2) * scale  # (heads, queries, T)
         future = torch.arange(key.shape[2], device=query.device) > places[:, None]
-        self.layers[layer] = scores.masked_fill(future, float("-inf")).softmax(-1).mean(0).cpu()  # (queries, T)
+        self.layers[layer] = (
+            scores.masked_fill(future, float("-inf")).softmax(-1).mean(0).cpu()
+        )  # (queries, T)
 
     def weights(self) -> Float[Tensor, "queries layers T"]:
         return torch.stack(self.layers, dim=1)
 
 
-def watched_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, *, watch: Watch, **kwargs):
-    """The function registered with transformers: one causal sequence without padding, (1, heads, T, D) → (1, T, heads, D)."""
+def watched_attention(
+    module, query, key, value, attention_mask, dropout=0.0, scaling=None, *, watch: Watch, **kwargs
+):
+    """The function registered with transformers: one causal sequence without padding, (1, heads, T,
+    D) → (1, T, heads, D)."""
     watch.take(module.layer_idx, query, key, scaling)
     return grouped_sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 

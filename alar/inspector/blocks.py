@@ -1,4 +1,5 @@
-"""Where the latent blocks of a trajectory stand, and which segment of the conversation every token belongs to.
+"""Where the latent blocks of a trajectory stand, and which segment of the conversation every token
+belongs to.
 
     … prompt … <latent> z₁ … z_K </latent> action </information> …
                         ^start    ^stop     ^action            (positions in `trajectory.ids`)
@@ -21,7 +22,8 @@ from alar.rollout.codec import Codec
 
 @dataclass(frozen=True)
 class Block:
-    """The first latent block of a turn: positions [start, stop) hold z, `row` is the first one's row in `latents`.
+    """The first latent block of a turn: positions [start, stop) hold z, `row` is the first one's
+    row in `latents`.
 
     [action, end) is what the policy wrote behind `</latent>`; `turn` counts from 0.
     """
@@ -39,19 +41,31 @@ class Block:
 
 
 def check_trajectory(trajectory: Trajectory, config) -> None:
-    """ValueError if this model cannot have written the trajectory's latents, or the record contradicts itself."""
+    """ValueError if this model cannot have written the trajectory's latents, or the record
+    contradicts itself."""
     name, reserved = trajectory.question.id, getattr(config, "latent_token_id", None)
     if reserved is None:
-        raise ValueError(f"{name}: the model has no latent token; load an ALAR checkpoint (alar.model.load)")
+        raise ValueError(
+            f"{name}: the model has no latent token; load an ALAR checkpoint (alar.model.load)"
+        )
     trajectory.check()
     if not trajectory.count(Origin.LATENT):
-        raise ValueError(f"{name}: no latent block, so there is nothing to inspect; take a trajectory with a latent turn")
+        raise ValueError(
+            f"{name}: no latent block, so there is nothing to inspect; take a trajectory with a"
+            " latent turn"
+        )
     marked = trajectory.ids[trajectory.origins.index(Origin.LATENT)]
     if marked != reserved:
-        raise ValueError(f"{name}: latent positions hold id {marked}, this model reserves {reserved}: another model wrote it")
+        raise ValueError(
+            f"{name}: latent positions hold id {marked}, this model reserves {reserved}: another"
+            " model wrote it"
+        )
     width = np.asarray(trajectory.latents).shape[1]
     if width != config.hidden_size:
-        raise ValueError(f"{name}: z has width {width}, the model's hidden size is {config.hidden_size}: another model wrote it")
+        raise ValueError(
+            f"{name}: z has width {width}, the model's hidden size is {config.hidden_size}: another"
+            " model wrote it"
+        )
     if not np.isfinite(trajectory.latents).all():
         raise ValueError(f"{name}: z holds NaN or infinite numbers; record the trajectory again")
 
@@ -67,7 +81,16 @@ def latent_blocks(trajectory: Trajectory, codec: Codec) -> list[Block]:
         while stop < turn.end and trajectory.origins[stop] == Origin.LATENT:
             stop += 1
         action = min(stop + close, turn.end)
-        blocks.append(Block(number, start, stop, action, turn.end, trajectory.count(Origin.LATENT, span=(0, start))))
+        blocks.append(
+            Block(
+                number,
+                start,
+                stop,
+                action,
+                turn.end,
+                trajectory.count(Origin.LATENT, span=(0, start)),
+            )
+        )
     return blocks
 
 
@@ -98,7 +121,8 @@ class Site:
 
 
 def sites(trajectories: Sequence[Trajectory], model_config, codec: Codec) -> list[Site]:
-    """Every latent turn with an action and no second block, whose thoughts would be part of the action.
+    """Every latent turn with an action and no second block, whose thoughts would be part of the
+    action.
 
     ValueError if there is none, or if another model wrote the latents.
     """
@@ -109,22 +133,29 @@ def sites(trajectories: Sequence[Trajectory], model_config, codec: Codec) -> lis
             found += [
                 Site(trajectory, block)
                 for block in latent_blocks(trajectory, codec)
-                if block.action < block.end and not trajectory.count(Origin.LATENT, span=(block.action, block.end))
+                if block.action < block.end
+                and not trajectory.count(Origin.LATENT, span=(block.action, block.end))
             ]
     if not found:
-        raise ValueError(f"none of the {len(trajectories)} trajectories has a latent turn with an action")
+        raise ValueError(
+            f"none of the {len(trajectories)} trajectories has a latent turn with an action"
+        )
     return found
 
 
 def segments(trajectory: Trajectory) -> tuple[list[str], np.ndarray]:
     """Names of the segments in reading order, and the segment (T,) of every token.
 
-    prompt · per turn t (from 1): "turn t" (its text and tags), "latent t" (its z), "observation t" (what came back).
+    prompt · per turn t (from 1): "turn t" (its text and tags), "latent t" (its z), "observation t"
+    (what came back).
     """
     names, of = ["prompt"], np.zeros(len(trajectory.ids), dtype=np.int32)
     ends = [turn.start for turn in trajectory.turns[1:]] + [len(trajectory.ids)]
     for number, (turn, end) in enumerate(zip(trajectory.turns, ends), start=1):
-        latent = np.array([origin == Origin.LATENT for origin in trajectory.origins[turn.start : turn.end]], dtype=bool)
+        latent = np.array(
+            [origin == Origin.LATENT for origin in trajectory.origins[turn.start : turn.end]],
+            dtype=bool,
+        )
         of[turn.start : turn.end] = len(names)
         names.append(f"turn {number}")
         if latent.any():
@@ -141,7 +172,10 @@ def turn_of(trajectory: Trajectory, position: int) -> int:
     for number, turn in enumerate(trajectory.turns):
         if turn.start <= position < turn.end:
             return number
-    raise ValueError(f"{trajectory.question.id}: position {position} belongs to no turn; the record of its turns is incomplete")
+    raise ValueError(
+        f"{trajectory.question.id}: position {position} belongs to no turn; the record of its turns"
+        " is incomplete"
+    )
 
 
 def codec_of(model, tokenizer) -> Codec:

@@ -1,4 +1,5 @@
-"""Does the action depend on the thoughts? Replace z in one latent block, write the action again, compare.
+"""Does the action depend on the thoughts? Replace z in one latent block, write the action again,
+compare.
 
     zero     z = 0
     mean     the mean z of this step over a reference set
@@ -7,13 +8,14 @@
     patch    the z of a donor, another question's latent turn
     drop     the position is taken out, later tokens move up
 
-for the whole block or for one step k. Each has a random control: z moved by *the same distance* in a random direction;
-for `drop`, the position kept and filled with a random direction of the same norm. What an intervention does beyond its
-control is owed to where z was moved, not to how far.
+for the whole block or for one step k. Each has a random control: z moved by *the same distance* in
+a random direction; for `drop`, the position kept and filled with a random direction of the same
+norm. What an intervention does beyond its control is owed to where z was moved, not to how far.
 
-The action is written greedily by the engine that writes all turns, and scored by teacher forcing: KL(intact ‖ replaced) of
-the next-token distribution, mean over the tokens of the recorded action, in nats. Both compute the tokens up to `<latent>`
-once. The intact action is written in the same way, so that a sampled trajectory is no effect.
+The action is written greedily by the engine that writes all turns, and scored by teacher forcing:
+KL(intact ‖ replaced) of the next-token distribution, mean over the tokens of the recorded action,
+in nats. Both compute the tokens up to `<latent>` once. The intact action is written in the same
+way, so that a sampled trajectory is no effect.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ _TAG = re.compile(r"\s*<(\w+)>")
 
 @dataclass(frozen=True)
 class Intervention:
-    """What is done to a block: to all of its steps, or to `step` (k from 0). "none" leaves z as it is."""
+    """What is done to a block: to all of its steps, or to `step` (k from 0). "none" leaves z as it
+    is."""
 
     kind: str
     step: int | None = None
@@ -55,10 +58,12 @@ class Intervention:
 
 @dataclass(frozen=True)
 class Effect:
-    """What one intervention did. `action` is what stands behind `</latent>`, `reference` the same with z intact.
+    """What one intervention did. `action` is what stands behind `</latent>`, `reference` the same
+    with z intact.
 
-    `donor_gain`: how much likelier the donor's recorded action became, nats per token; NaN (and `to_donor` False)
-    without a donor. `distance` is the mean ‖z′ − z‖ of the steps that changed (NaN for "drop").
+    `donor_gain`: how much likelier the donor's recorded action became, nats per token; NaN (and
+    `to_donor` False) without a donor. `distance` is the mean ‖z′ − z‖ of the steps that changed
+    (NaN for "drop").
     """
 
     site: Site
@@ -83,7 +88,8 @@ class Effect:
 
     @property
     def to_donor_kind(self) -> float:
-        """Whether the action became one of the donor's kind, "search" or "answer" for example; NaN if it was of that kind."""
+        """Whether the action became one of the donor's kind, "search" or "answer" for example; NaN
+        if it was of that kind."""
         reference, donor, own = map(_kind, (self.reference, self.donor_action, self.action))
         return float("nan") if not donor or donor == reference else float(own == donor)
 
@@ -109,7 +115,10 @@ def replaced(
     for wanted, given in (("patch", donor), ("mean", mean)):
         if kind == wanted and (given is None or given.shape != z.shape):
             shape = "none" if given is None else given.shape
-            raise ValueError(f"{kind} needs {'a donor' if kind == 'patch' else 'mean thoughts'} of shape {z.shape}, got {shape}")
+            raise ValueError(
+                f"{kind} needs {'a donor' if kind == 'patch' else 'mean thoughts'} of shape"
+                f" {z.shape}, got {shape}"
+            )
     if kind == "shuffle" and total < 2:
         raise ValueError("shuffle needs at least two latent steps, this block has one")
     chosen = np.arange(total) if step is None else np.array([step])
@@ -121,7 +130,9 @@ def replaced(
     elif kind == "patch":
         new[chosen] = donor[chosen]
     elif kind == "noise" or (kind == "drop" and intervention.control):
-        new[chosen] = _directions(rng, len(chosen), z.shape[1]) * np.linalg.norm(z[chosen], axis=1, keepdims=True)
+        new[chosen] = _directions(rng, len(chosen), z.shape[1]) * np.linalg.norm(
+            z[chosen], axis=1, keepdims=True
+        )
     elif kind == "shuffle":
         new = z[_order(rng, total, step)]
     elif kind == "drop":
@@ -152,9 +163,9 @@ def _order(rng: np.random.Generator, total: int, step: int | None) -> np.ndarray
 class Bench:
     """Interventions on the turns of one engine's model. `mean` (K, H) serves "mean".
 
-    At most `max_new_tokens` tokens are written behind `</latent>`, up to one of the `stop` strings; `stop` and `form` are the
-    domain's (the search domain's by default). Random draws depend on `seed`, question, turn and intervention only. Make a new
-    bench when the weights change.
+    At most `max_new_tokens` tokens are written behind `</latent>`, up to one of the `stop` strings;
+    `stop` and `form` are the domain's (the search domain's by default). Random draws depend on
+    `seed`, question, turn and intervention only. Make a new bench when the weights change.
     """
 
     def __init__(
@@ -172,34 +183,48 @@ class Bench:
         self.form, self.mean, self.seed, self.batch_size = form, mean, seed, batch_size
         self.sampling = Sampling(max_new_tokens, 0.0, stop=stop)
         self._references: dict[Site, str] = {}
-        self._prefix: tuple[Site, list[tuple[Tensor, Tensor]]] | None = None  # the last site's keys and values
+        self._prefix: tuple[Site, list[tuple[Tensor, Tensor]]] | None = (
+            None  # the last site's keys and values
+        )
 
     def sites(self, trajectories: Sequence[Trajectory]) -> list[Site]:
         return sites(trajectories, self.model.config, self.codec)
 
-    def thoughts(self, site: Site, intervention: Intervention, donor: Site | None = None) -> np.ndarray:
+    def thoughts(
+        self, site: Site, intervention: Intervention, donor: Site | None = None
+    ) -> np.ndarray:
         """z of the site after the intervention."""
         name = f"{site.trajectory.question.id} {site.block.turn} {intervention}"
         rng = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
-        return replaced(site.z, intervention, rng, donor=None if donor is None else donor.z, mean=self.mean)
+        return replaced(
+            site.z, intervention, rng, donor=None if donor is None else donor.z, mean=self.mean
+        )
 
     def effect(self, site: Site, intervention: Intervention, donor: Site | None = None) -> Effect:
         """One intervention, for an interactive view."""
         return self.effects([(site, intervention, donor)])[0]
 
     def effects(self, cases: Sequence[tuple[Site, Intervention, Site | None]]) -> list[Effect]:
-        """Effect of every (site, intervention, donor), in order. Cases of one site should stand next to each other."""
+        """Effect of every (site, intervention, donor), in order. Cases of one site should stand
+        next to each other."""
         thoughts = [self.thoughts(*case) for case in cases]
         unknown = list(dict.fromkeys(site for site, _, _ in cases if site not in self._references))
-        outputs = self.write([(site, site.z) for site in unknown] + [(case[0], z) for case, z in zip(cases, thoughts)])
+        outputs = self.write(
+            [(site, site.z) for site in unknown]
+            + [(case[0], z) for case, z in zip(cases, thoughts)]
+        )
         for site, output in zip(unknown, outputs):
             self._references[site] = self.action_text(output)
         return [
             self._effect(case, z, output, scores)
-            for case, z, output, scores in zip(cases, thoughts, outputs[len(unknown) :], self._scores(cases, thoughts))
+            for case, z, output, scores in zip(
+                cases, thoughts, outputs[len(unknown) :], self._scores(cases, thoughts)
+            )
         ]
 
-    def _effect(self, case, z: np.ndarray, output: TurnOutput, scores: tuple[float, float]) -> Effect:
+    def _effect(
+        self, case, z: np.ndarray, output: TurnOutput, scores: tuple[float, float]
+    ) -> Effect:
         site, intervention, donor = case
         moved = np.linalg.norm(z - site.z, axis=1) if z.shape == site.z.shape else np.zeros(0)
         return Effect(
@@ -234,22 +259,34 @@ class Bench:
         return site.prefix + [self.codec.latent_token_id] * steps + self.codec.latent_close
 
     def _scores(self, cases, thoughts: Sequence[np.ndarray]) -> list[tuple[float, float]]:
-        """(KL, donor gain) of every case; cases of one site that follow each other share a forward pass."""
+        """(KL, donor gain) of every case; cases of one site that follow each other share a forward
+        pass."""
         scores: list[tuple[float, float]] = []
         while len(scores) < len(cases):
             first = len(scores)
             site, _, donor = cases[first]
             last = first
-            while last < len(cases) and cases[last][0] is site and cases[last][2] is donor and last - first < self.batch_size:
+            while (
+                last < len(cases)
+                and cases[last][0] is site
+                and cases[last][2] is donor
+                and last - first < self.batch_size
+            ):
                 last += 1
             variants = [site.z, *thoughts[first:last]]
             logprobs = self.next_token_logprobs(site, variants, site.action_ids)
-            divergence = (logprobs[0].exp() * (logprobs[0] - logprobs)).sum(-1).mean(-1)  # (variants,)
+            divergence = (
+                (logprobs[0].exp() * (logprobs[0] - logprobs)).sum(-1).mean(-1)
+            )  # (variants,)
             gain = torch.full_like(divergence, float("nan"))
             if donor is not None:
                 wanted = torch.tensor(donor.action_ids, device=logprobs.device)
-                likely = self.next_token_logprobs(site, variants, donor.action_ids)  # (variants, A, V)
-                likely = likely.gather(-1, wanted[None, :, None].expand(len(likely), -1, 1)).mean((1, 2))
+                likely = self.next_token_logprobs(
+                    site, variants, donor.action_ids
+                )  # (variants, A, V)
+                likely = likely.gather(-1, wanted[None, :, None].expand(len(likely), -1, 1)).mean(
+                    (1, 2)
+                )
                 gain = likely - likely[0]
             scores += list(zip(divergence[1:].tolist(), gain[1:].tolist()))
         return scores
@@ -258,17 +295,31 @@ class Bench:
     def next_token_logprobs(
         self, site: Site, variants: Sequence[np.ndarray], action: Sequence[int]
     ) -> Float[Tensor, "variants A V"]:
-        """Log-probs (float64) of the next token at every token of `action`, teacher-forced behind each of the z variants.
+        """Log-probs (float64) of the next token at every token of `action`, teacher-forced behind
+        each of the z variants.
 
         The prefix is computed once and kept for the next call; variants may differ in length.
         """
-        embed, device, close = self.model.get_input_embeddings(), self.engine.device, self.codec.latent_close
+        embed, device, close = (
+            self.model.get_input_embeddings(),
+            self.engine.device,
+            self.codec.latent_close,
+        )
         text = embed(torch.tensor([*close, *action[:-1]], dtype=torch.long, device=device))
         rows = [torch.cat([torch.as_tensor(z).to(text), text]) for z in variants]
-        inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # padding stands behind all that is read
-        past = DynamicCache([(k.expand(len(rows), -1, -1, -1), v.expand(len(rows), -1, -1, -1)) for k, v in self._keys(site)])
+        inputs = torch.nn.utils.rnn.pad_sequence(
+            rows, batch_first=True
+        )  # padding stands behind all that is read
+        past = DynamicCache(
+            [
+                (k.expand(len(rows), -1, -1, -1), v.expand(len(rows), -1, -1, -1))
+                for k, v in self._keys(site)
+            ]
+        )
         with grouped_attention(self.model):
-            hidden = self.model.model(inputs_embeds=inputs, past_key_values=past, use_cache=True).last_hidden_state
+            hidden = self.model.model(
+                inputs_embeds=inputs, past_key_values=past, use_cache=True
+            ).last_hidden_state
         starts = torch.tensor([len(z) + len(close) - 1 for z in variants], device=device)
         places = starts[:, None] + torch.arange(len(action), device=device)  # (variants, A)
         read = hidden[torch.arange(len(rows), device=device)[:, None], places]  # (variants, A, H)
@@ -280,9 +331,13 @@ class Bench:
             ids = torch.tensor(site.prefix, device=self.engine.device)
             embeddings = self.model.get_input_embeddings()(ids)
             if site.block.row:
-                embeddings[ids == self.codec.latent_token_id] = torch.as_tensor(np.stack(site.earlier_z)).to(embeddings)
+                embeddings[ids == self.codec.latent_token_id] = torch.as_tensor(
+                    np.stack(site.earlier_z)
+                ).to(embeddings)
             cache = DynamicCache(config=self.model.config)
             with grouped_attention(self.model):
-                self.model.model(inputs_embeds=embeddings[None], past_key_values=cache, use_cache=True)
+                self.model.model(
+                    inputs_embeds=embeddings[None], past_key_values=cache, use_cache=True
+                )
             self._prefix = site, [(layer.keys, layer.values) for layer in cache.layers]
         return self._prefix[1]

@@ -1,8 +1,8 @@
 """Reading vectors as tokens: the logit lens, nearest embeddings, norms against the embedding table.
 
-Logit lens (nostalgebraist 2020): the head applied to the hidden state of every layer, after the model's final norm. Layer 0
-is the input itself (here z), layer L the model's own output. The latent id and the spare rows behind it are left out, as
-in decoding (`alar.rollout.hf.policy_logits`).
+Logit lens (nostalgebraist 2020): the head applied to the hidden state of every layer, after the
+model's final norm. Layer 0 is the input itself (here z), layer L the model's own output. The latent
+id and the spare rows behind it are left out, as in decoding (`alar.rollout.hf.policy_logits`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Lens(NamedTuple):
 def layer_states(model, hidden_states: tuple[Tensor, ...]) -> Float[Tensor, "rows layers H"]:
     """Hidden states (rows, H) of each layer → one table, all after the final norm.
 
-    transformers reports the input, the output of every layer but the last, and the last one after the final norm.
+    transformers reports the input, the output of every layer but the last, and the last one after
+    the final norm.
     """
     return torch.stack([*map(model.model.norm, hidden_states[:-1]), hidden_states[-1]], dim=1)
 
@@ -54,7 +55,8 @@ def nearest_tokens(vectors: Float[Tensor, "rows H"], embeddings: Float[Tensor, "
 
 
 def norm_statistics(vectors: Float[Tensor, "rows H"], embeddings: Float[Tensor, "V H"]):
-    """(norms, ratio to the embeddings' median norm, share of embeddings whose norm is not larger), each (rows,)."""
+    """(norms, ratio to the embeddings' median norm, share of embeddings whose norm is not larger),
+    each (rows,)."""
     norms, table = vectors.float().norm(dim=-1), embeddings.norm(dim=-1)
     share = (table[None] <= norms[:, None]).float().mean(-1)
     return norms.cpu().numpy(), (norms / table.median()).cpu().numpy(), share.cpu().numpy()

@@ -1,7 +1,8 @@
 """What one forward pass shows about the latent thoughts of a trajectory.
 
-`inspect` feeds a recorded trajectory with its recorded z, whatever engine wrote it, and keeps per latent step the vector
-and everything that is read from it. The record stands alone: views and reports need neither model nor tokenizer.
+`inspect` feeds a recorded trajectory with its recorded z, whatever engine wrote it, and keeps per
+latent step the vector and everything that is read from it. The record stands alone: views and
+reports need neither model nor tokenizer.
 """
 
 from __future__ import annotations
@@ -14,33 +15,36 @@ import numpy as np
 import pandas as pd
 import torch
 
+from alar.files import replacing
 from alar.inspector import lens
 from alar.inspector.attention import WATCHED, Watch
 from alar.inspector.blocks import check_trajectory, codec_of, latent_blocks, segments, turn_of
-from alar.jsonl import replacing
 from alar.model.attention import attention_of
 from alar.records import Origin, Trajectory
 
 
 @dataclass(frozen=True)
 class LatentRecord:
-    """N latent steps of a trajectory of T tokens, read by a model of L layers. Arrays are float32 and int32.
+    """N latent steps of a trajectory of T tokens, read by a model of L layers. Arrays are float32
+    and int32.
 
     | field | shape | what |
     |---|---|---|
     | z | (N, H) | the vectors as they were fed |
     | position, turn, step | (N,) | where each stands in `ids`; its turn and its k, both from 0 |
-    | norm, norm_ratio, norm_quantile | (N,) | ‖z‖; over the median embedding norm; share of embeddings not longer |
-    | lens_ids, lens_probabilities | (N, L+1, top_k) | logit lens at layers 0 (z itself) … L (the model's output) |
-    | lens_entropy | (N, L+1) | entropy of the lens distribution in nats |
-    | nearest_ids, nearest_cosines | (N, top_k) | token embeddings in the direction of z |
-    | cosines | (N, N) | between all steps of the trajectory |
-    | action_attention | (N, L) | weight on this z from its turn's action, mean over heads and the action's tokens; 0 without one |
-    | latent_attention | (N, L, T) | weights of this z's query over all tokens, itself included: mean over heads; sums to 1 |
-    | ids, origins, segment | (T,) | the trajectory's tokens, where they came from, index into `segments` |
+    | norm, norm_ratio, norm_quantile | (N,) | ‖z‖; over the median embedding norm; share of
+    embeddings not longer | | lens_ids, lens_probabilities | (N, L+1, top_k) | logit lens at layers
+    0 (z itself) … L (the model's output) | | lens_entropy | (N, L+1) | entropy of the lens
+    distribution in nats | | nearest_ids, nearest_cosines | (N, top_k) | token embeddings in the
+    direction of z | | cosines | (N, N) | between all steps of the trajectory | | action_attention |
+    (N, L) | weight on this z from its turn's action, mean over heads and the action's tokens; 0
+    without one | | latent_attention | (N, L, T) | weights of this z's query over all tokens, itself
+    included: mean over heads; sums to 1 | | ids, origins, segment | (T,) | the trajectory's tokens,
+    where they came from, index into `segments` |
 
-    `segments` are "prompt", "turn t", "latent t", "observation t" (t from 1). `pieces` maps every id that occurs anywhere
-    here to its text. `about` says what was inspected: question, answer, turns (dicts of `TurnRecord`), model, K.
+    `segments` are "prompt", "turn t", "latent t", "observation t" (t from 1). `pieces` maps every
+    id that occurs anywhere here to its text. `about` says what was inspected: question, answer,
+    turns (dicts of `TurnRecord`), model, K.
     """
 
     z: np.ndarray
@@ -81,7 +85,10 @@ class LatentRecord:
         """Row numbers of the latent steps of one turn; ValueError for a turn without any."""
         rows = np.flatnonzero(self.turn == turn)
         if not len(rows):
-            raise ValueError(f"turn {turn} has no latent block; those with one: {', '.join(map(str, self.latent_turns))}")
+            raise ValueError(
+                f"turn {turn} has no latent block; those with one:"
+                f" {', '.join(map(str, self.latent_turns))}"
+            )
         return rows
 
     def tokens(self) -> list[str]:
@@ -89,13 +96,17 @@ class LatentRecord:
         return [self.pieces[int(token)] for token in self.ids]
 
     def lens(self, row: int, layer: int = -1) -> list[tuple[str, float]]:
-        """(text, probability) of the top tokens that the lens reads in one latent step at one layer."""
+        """(text, probability) of the top tokens that the lens reads in one latent step at one
+        layer."""
         ids, probabilities = self.lens_ids[row, layer], self.lens_probabilities[row, layer]
         return [(self.pieces[int(token)], float(p)) for token, p in zip(ids, probabilities)]
 
     def nearest(self, row: int) -> list[tuple[str, float]]:
         """(text, cosine) of the token embeddings that point most in the direction of z."""
-        return [(self.pieces[int(token)], float(c)) for token, c in zip(self.nearest_ids[row], self.nearest_cosines[row])]
+        return [
+            (self.pieces[int(token)], float(c))
+            for token, c in zip(self.nearest_ids[row], self.nearest_cosines[row])
+        ]
 
     def block_cosines(self, turn: int) -> np.ndarray:
         """Cosines (K, K) between the steps of one block."""
@@ -108,8 +119,12 @@ class LatentRecord:
         return self.latent_attention @ member.T.astype(np.float32)
 
     def table(self) -> pd.DataFrame:
-        """One row per latent step: place, norm, the final layer's top token with its probability, entropy, nearest token."""
-        tops, near = [self.lens(row)[0] for row in range(len(self))], [self.nearest(row)[0] for row in range(len(self))]
+        """One row per latent step: place, norm, the final layer's top token with its probability,
+        entropy, nearest token."""
+        tops, near = (
+            [self.lens(row)[0] for row in range(len(self))],
+            [self.nearest(row)[0] for row in range(len(self))],
+        )
         return pd.DataFrame(
             {
                 "turn": self.turn + 1,
@@ -127,15 +142,21 @@ class LatentRecord:
         )
 
     def save(self, stem: str | Path) -> Path:
-        """Write `stem`.npz (arrays) and `stem`.json (words); returns the stem. `load` gives back the same bits."""
+        """Write `stem`.npz (arrays) and `stem`.json (words); returns the stem. `load` gives back
+        the same bits."""
         arrays, words = _files(stem)
         arrays.parent.mkdir(parents=True, exist_ok=True)
         held = {field.name: getattr(self, field.name) for field in fields(self)}
         with replacing(arrays) as aside, aside.open("wb") as stream:
-            np.savez_compressed(stream, **{name: value for name, value in held.items() if isinstance(value, np.ndarray)})
+            np.savez_compressed(
+                stream,
+                **{name: value for name, value in held.items() if isinstance(value, np.ndarray)},
+            )
         text = {name: value for name, value in held.items() if not isinstance(value, np.ndarray)}
         with replacing(words) as aside:
-            aside.write_text(json.dumps(text, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+            aside.write_text(
+                json.dumps(text, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
+            )
         return Path(stem)
 
     @classmethod
@@ -143,14 +164,19 @@ class LatentRecord:
         arrays, words = _files(stem)
         for path in (arrays, words):
             if not path.exists():
-                raise FileNotFoundError(f"{path}: no such part of a latent record; write both with LatentRecord.save")
+                raise FileNotFoundError(
+                    f"{path}: no such part of a latent record; write both with LatentRecord.save"
+                )
         text = json.loads(words.read_text(encoding="utf-8"))
         text["pieces"] = {int(token): piece for token, piece in text["pieces"].items()}
         with np.load(arrays, allow_pickle=False) as held:
             found = {name: held[name] for name in held.files} | text
         missing = {field.name for field in fields(cls)} ^ set(found)
         if missing:
-            raise ValueError(f"{stem}: not a latent record of this version ({', '.join(sorted(missing))}); inspect again")
+            raise ValueError(
+                f"{stem}: not a latent record of this version ({', '.join(sorted(missing))});"
+                " inspect again"
+            )
         return cls(**found)
 
 
@@ -163,8 +189,8 @@ def _files(stem: str | Path) -> tuple[Path, Path]:
 def inspect(trajectory: Trajectory, model, tokenizer, *, top_k: int = 8) -> LatentRecord:
     """The record of one trajectory; one forward pass with the recorded z, which nothing recomputes.
 
-    Raises ValueError for a trajectory without latent block, with z missing, of another width or not finite, and for a
-    model whose reserved id differs.
+    Raises ValueError for a trajectory without latent block, with z missing, of another width or not
+    finite, and for a model whose reserved id differs.
     """
     check_trajectory(trajectory, model.config)
     codec, device = codec_of(model, tokenizer), next(model.parameters()).device
@@ -210,12 +236,15 @@ def inspect(trajectory: Trajectory, model, tokenizer, *, top_k: int = 8) -> Late
 
 
 def _forward(model, ids, z, places, queries):
-    """Hidden states (N, H) of each layer at the latent `places`, and the weights (queries, L, T) of these `queries`."""
+    """Hidden states (N, H) of each layer at the latent `places`, and the weights (queries, L, T) of
+    these `queries`."""
     embeddings = model.get_input_embeddings()(torch.tensor(ids, device=z.device))  # (T, H)
     embeddings[places] = z.to(embeddings)
     watch = Watch(queries, model.config.num_hidden_layers)
     with attention_of(model.config, WATCHED):
-        output = model.model(inputs_embeds=embeddings[None], use_cache=False, output_hidden_states=True, watch=watch)
+        output = model.model(
+            inputs_embeds=embeddings[None], use_cache=False, output_hidden_states=True, watch=watch
+        )
     return tuple(state[0, places] for state in output.hidden_states), watch.weights().numpy()
 
 

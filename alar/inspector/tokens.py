@@ -1,7 +1,7 @@
 """A trajectory as people read it: the text of its tokens, and its stretches on a time line.
 
-Byte-level BPE may split one character over several tokens, so the unit of display is the piece: the fewest consecutive
-tokens of one origin whose bytes are whole characters.
+Byte-level BPE may split one character over several tokens, so the unit of display is the piece: the
+fewest consecutive tokens of one origin whose bytes are whole characters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Tokens [start, end) on the time line: `kind` is "prompt", "observation", or the mode of `turn`, counted from 0."""
+    """Tokens [start, end) on the time line: `kind` is "prompt", "observation", or the mode of
+    `turn`, counted from 0."""
 
     start: int
     end: int
@@ -33,8 +34,11 @@ class Stretch:
     turn: int = -1
 
 
-def pieces(trajectory: Trajectory, codec: Codec, span: tuple[int, int] | None = None) -> list[Piece]:
-    """The pieces of a trajectory or of its tokens [start, end), in order; together they cover every token once."""
+def pieces(
+    trajectory: Trajectory, codec: Codec, span: tuple[int, int] | None = None
+) -> list[Piece]:
+    """The pieces of a trajectory or of its tokens [start, end), in order; together they cover every
+    token once."""
     start, end = span or (0, len(trajectory.ids))
     found: list[Piece] = []
     waiting, begun = b"", start
@@ -43,7 +47,9 @@ def pieces(trajectory: Trajectory, codec: Codec, span: tuple[int, int] | None = 
         waiting += _bytes(trajectory.ids[index], codec)
         last = index + 1 == end or trajectory.origins[index + 1] != origin
         if last or _whole(waiting):
-            found.append(Piece(begun, index + 1, Origin(origin), waiting.decode("utf-8", errors="replace")))
+            found.append(
+                Piece(begun, index + 1, Origin(origin), waiting.decode("utf-8", errors="replace"))
+            )
             waiting, begun = b"", index + 1
     return found
 
@@ -55,7 +61,9 @@ def timeline(trajectory: Trajectory) -> list[Stretch]:
         found.append(Stretch(here, turn.start, "observation" if number else "prompt"))
         found.append(Stretch(turn.start, turn.end, turn.mode, number))
         here = turn.end
-    found.append(Stretch(here, len(trajectory.ids), "observation" if trajectory.turns else "prompt"))
+    found.append(
+        Stretch(here, len(trajectory.ids), "observation" if trajectory.turns else "prompt")
+    )
     return [stretch for stretch in found if stretch.end > stretch.start]
 
 

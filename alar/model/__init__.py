@@ -1,4 +1,5 @@
-"""The latent model: projector, Qwen2/Qwen3 with latent blocks, checkpoints, the embedded base models.
+"""The latent model: projector, Qwen2/Qwen3 with latent blocks, checkpoints, the embedded base
+models.
 
 Importing this package registers `latent_qwen2` and `latent_qwen3` with transformers' Auto classes.
 """

@@ -1,8 +1,10 @@
-"""One folder per checkpoint: weights with the projector among them, config with K and tags, tokenizer.
+"""One folder per checkpoint: weights with the projector among them, config with K and tags,
+tokenizer.
 
-`from_base` makes a latent model from any Qwen2 or Qwen3 checkpoint (a hub id, a local folder, or "embedded"), `save`
-and `load` move it to and from disk: LoRA adapters are merged, dtypes are kept, the projector's float32 among them.
-Nothing is ever filled in at random: a checkpoint without its projector is refused.
+`from_base` makes a latent model from any Qwen2 or Qwen3 checkpoint (a hub id, a local folder, or
+"embedded"), `save` and `load` move it to and from disk: LoRA adapters are merged, dtypes are kept,
+the projector's float32 among them. Nothing is ever filled in at random: a checkpoint without its
+projector is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from alar import protocol
-from alar.model import dual_vocabulary
+from alar.methods.dual import vocabulary
 from alar.model.latent import (
     LatentOptions,
     LatentQwen2Config,
@@ -39,8 +41,9 @@ def embedded(domain: str = "search") -> Path:
     if not (folder / "model.safetensors").exists():
         shipped = sorted(path.parent.name for path in folder.parent.glob("*/model.safetensors"))
         raise FileNotFoundError(
-            f"no embedded base model for domain {domain!r}: shipped are {', '.join(shipped) or 'none'}; "
-            "pretrain one with params/laptop-from-scratch.yaml, or name a hub id or folder as model.base"
+            f"no embedded base model for domain {domain!r}: shipped are"
+            f" {', '.join(shipped) or 'none'}; pretrain one with params/laptop-from-scratch.yaml,"
+            " or name a hub id or folder as model.base"
         )
     return folder
 
@@ -63,7 +66,8 @@ def resolve(base: str | Path, domain: str = "search") -> str:
 
 
 def load_base(base: str | Path, domain: str = "search"):
-    """(model, tokenizer) of an ordinary causal LM, in float32 on CPU; `base` is "embedded", a hub id or a folder."""
+    """(model, tokenizer) of an ordinary causal LM, in float32 on CPU; `base` is "embedded", a hub
+    id or a folder."""
     source = resolve(base, domain)
     with _quiet():
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -73,13 +77,16 @@ def load_base(base: str | Path, domain: str = "search"):
 def base_config(source: str):
     """The config of a folder or hub id; OSError that says what to do where neither can be reached."""
     if Path(source).is_dir() and not (Path(source) / "config.json").exists():
-        raise FileNotFoundError(f"model.base {source!r} is a folder without config.json: no checkpoint is here")
+        raise FileNotFoundError(
+            f"model.base {source!r} is a folder without config.json: no checkpoint is here"
+        )
     try:
         return AutoConfig.from_pretrained(source)
     except OSError as error:
         raise OSError(
-            f"model.base {source!r} is neither a folder nor a hub id within reach: check the name; without a connection, "
-            f"download the model first and give its folder, or use the shipped model: embedded ({error})"
+            f"model.base {source!r} is neither a folder nor a hub id within reach: check the name;"
+            " without a connection, download the model first and give its folder, or use the"
+            f" shipped model: embedded ({error})"
         ) from error
 
 
@@ -92,11 +99,12 @@ def from_base(
     dtype: torch.dtype | str = torch.float32,
     **projector_options,
 ) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
-    """A latent model on top of an ordinary one: a fresh projector, and `<|latent|>` on the first spare embedding row.
+    """A latent model on top of an ordinary one: a fresh projector, and `<|latent|>` on the first
+    spare embedding row.
 
-    `dtype` is the trunk's ("auto": as stored); the projector is float32 whatever it is. `projector_options`: the fields
-    of `LatentOptions`. Raises ValueError for K outside 0…16, an unsupported
-    architecture, or an embedding table without a spare row.
+    `dtype` is the trunk's ("auto": as stored); the projector is float32 whatever it is.
+    `projector_options`: the fields of `LatentOptions`. Raises ValueError for K outside 0…16, an
+    unsupported architecture, or an embedding table without a spare row.
     """
     if not 0 <= num_latent <= 16:
         raise ValueError(f"num_latent is {num_latent}: expected 0 to 16")
@@ -111,12 +119,15 @@ def from_base(
     latent_token_id = len(tokenizer)
     if latent_token_id >= origin.vocab_size:
         raise ValueError(
-            f"{source}: the embedding table has {origin.vocab_size} rows and the tokenizer uses all of them; "
-            "<|latent|> needs a spare row"
+            f"{source}: the embedding table has {origin.vocab_size} rows and the tokenizer uses all"
+            " of them; <|latent|> needs a spare row"
         )
     tokenizer.add_special_tokens({"additional_special_tokens": [protocol.LATENT_TOKEN]})
     if tokenizer.convert_tokens_to_ids(protocol.LATENT_TOKEN) != latent_token_id:
-        raise ValueError(f"{source}: the tokenizer gave {protocol.LATENT_TOKEN} another id than {latent_token_id}")
+        raise ValueError(
+            f"{source}: the tokenizer gave {protocol.LATENT_TOKEN} another id than"
+            f" {latent_token_id}"
+        )
     unknown = set(projector_options) - set(LatentOptions.__annotations__)
     if unknown:
         raise TypeError(f"unknown projector option {', '.join(sorted(unknown))}")
@@ -125,14 +136,20 @@ def from_base(
     for name in ("model_type", "architectures", "transformers_version"):
         settings.pop(name, None)
     config = config_class(
-        **settings | {"num_latent": num_latent, "latent_token_id": latent_token_id} | projector_options
+        **settings
+        | {"num_latent": num_latent, "latent_token_id": latent_token_id}
+        | projector_options
     )
     torch.manual_seed(seed)
     with _quiet():
-        model, info = model_class.from_pretrained(source, config=config, dtype=dtype, output_loading_info=True)
+        model, info = model_class.from_pretrained(
+            source, config=config, dtype=dtype, output_loading_info=True
+        )
     stray = [key for key in info["missing_keys"] if ".projector." not in key]
     if stray:
-        raise ValueError(f"{source}: weights are missing from the checkpoint: {', '.join(sorted(stray)[:5])}")
+        raise ValueError(
+            f"{source}: weights are missing from the checkpoint: {', '.join(sorted(stray)[:5])}"
+        )
     _reset_projector(model, seed)
     return model.eval(), tokenizer
 
@@ -144,15 +161,19 @@ def _reset_projector(model, seed: int) -> None:
     if model.config.projector_scale == "embedding_rms" and hasattr(fresh, "scale"):
         fresh.scale.fill_(model.get_input_embeddings().weight.detach().float().pow(2).mean().sqrt())
     elif model.config.projector_scale not in ("one", "embedding_rms"):
-        raise ValueError(f"projector_scale {model.config.projector_scale!r}: expected 'one' or 'embedding_rms'")
+        raise ValueError(
+            f"projector_scale {model.config.projector_scale!r}: expected 'one' or 'embedding_rms'"
+        )
     model.model.projector = fresh
 
 
 def save(model, tokenizer, folder: str | Path) -> Path:
-    """Write one checkpoint folder, aside first, so that a half-written one is never taken for a whole one.
+    """Write one checkpoint folder, aside first, so that a half-written one is never taken for a
+    whole one.
 
-    A model wrapped by peft is written with its adapters merged, and stays as it is in memory. Raises ValueError for
-    adapters that stand in a model without their wrapper: their weights could not be told from the model's own.
+    A model wrapped by peft is written with its adapters merged, and stays as it is in memory.
+    Raises ValueError for adapters that stand in a model without their wrapper: their weights could
+    not be told from the model's own.
     """
     folder = Path(folder)
     partial = folder.with_name(folder.name + ".partial")
@@ -160,7 +181,10 @@ def save(model, tokenizer, folder: str | Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     plain = _merged(model)
     if any(".base_layer." in name or "lora_" in name for name in plain.state_dict()):
-        raise ValueError(f"{folder}: the model holds peft adapters; save the wrapped model or merge_and_unload() it first")
+        raise ValueError(
+            f"{folder}: the model holds peft adapters; save the wrapped model or merge_and_unload()"
+            " it first"
+        )
     with _quiet():
         plain.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
@@ -176,7 +200,8 @@ def _merged(model):
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder whatever it holds, a link without what it points to, and nothing if nothing is there."""
+    """Delete a folder whatever it holds, a link without what it points to, and nothing if nothing
+    is there."""
     if folder.is_symlink() or folder.is_file():
         folder.unlink()
     elif folder.exists():
@@ -184,7 +209,8 @@ def _remove(folder: Path) -> None:
 
 
 def usual_device() -> torch.device:
-    """Where one process computes: the first GPU that it sees, else the CPU (CUDA_VISIBLE_DEVICES="" hides the GPUs)."""
+    """Where one process computes: the first GPU that it sees, else the CPU (CUDA_VISIBLE_DEVICES=""
+    hides the GPUs)."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -195,23 +221,38 @@ def load(
     dtype: torch.dtype | str = torch.float32,
     device: torch.device | str | None = None,
 ) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
-    """(model, tokenizer) of a latent checkpoint folder or of an ordinary base, ready for inference on `device` (`usual_device`).
-    A folder with a dual vocabulary gives the model that as `dual_vocab`; engines then decode under its constraint.
+    """(model, tokenizer) of a latent checkpoint folder or of an ordinary base, ready for inference
+    on `device` (`usual_device`). A folder with a dual vocabulary gives the model that as
+    `dual_vocab`; engines then decode under its constraint.
 
-    `dtype` is the trunk's ("auto": as stored); the projector is float32 whatever it is. `num_latent`, if given, must be
-    the checkpoint's K. Raises FileNotFoundError or ValueError, never a random projector.
+    `dtype` is the trunk's ("auto": as stored); the projector is float32 whatever it is.
+    `num_latent`, if given, must be the checkpoint's K. Raises FileNotFoundError or ValueError,
+    never a random projector.
     """
     folder = Path(folder)
     if not (folder / "config.json").exists():
-        raise FileNotFoundError(f"{folder}: no checkpoint here (no config.json); run the stage that writes it first")
+        raise FileNotFoundError(
+            f"{folder}: no checkpoint here (no config.json); run the stage that writes it first"
+        )
     with _quiet():
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True
+        )
     missing = sorted(info["missing_keys"])
     if missing:
-        what = "the projector" if all("projector" in key for key in missing) else f"weights ({missing[0]}, …)"
-        raise ValueError(f"{folder}: {what} missing from the checkpoint; it cannot be filled in, save the model again")
+        what = (
+            "the projector"
+            if all("projector" in key for key in missing)
+            else f"weights ({missing[0]}, …)"
+        )
+        raise ValueError(
+            f"{folder}: {what} missing from the checkpoint; it cannot be filled in, save the model"
+            " again"
+        )
     found = getattr(model.config, "num_latent", None)
     if num_latent is not None and found != num_latent:
-        raise ValueError(f"{folder}: the checkpoint has K = {found}, but K = {num_latent} was asked for")
-    model.dual_vocab = dual_vocabulary.find(folder)
+        raise ValueError(
+            f"{folder}: the checkpoint has K = {found}, but K = {num_latent} was asked for"
+        )
+    model.dual_vocab = vocabulary.find(folder)
     return model.eval().to(device or usual_device()), AutoTokenizer.from_pretrained(folder)

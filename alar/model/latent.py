@@ -1,22 +1,24 @@
 """Qwen2 and Qwen3 with latent blocks: one implementation for both.
 
-A latent position (id `config.latent_token_id`) has no embedding of its own. Its input is z, computed from the hidden
-state just before it:
+A latent position (id `config.latent_token_id`) has no embedding of its own. Its input is z,
+computed from the hidden state just before it:
 
     z₁ = f(h₀), z_{k+1} = f(h_k),  h₀ at the last piece of `<latent>`
 
-`latent_states` runs a batch call by call (`alar.model.packing`): the text of all rows up to their next block, then K
-latent steps for all rows at once, each call attending to what earlier calls stored (`alar.model.packed_attention`). Every
-real token passes through the trunk once and padding never does; the hidden states of the calls are the result, so z in
-training is the z of decoding. Gradient checkpointing changes none of that.
+`latent_states` runs a batch call by call (`alar.model.packing`): the text of all rows up to their
+next block, then K latent steps for all rows at once, each call attending to what earlier calls
+stored (`alar.model.packed_attention`). Every real token passes through the trunk once and padding
+never does; the hidden states of the calls are the result, so z in training is the z of decoding.
+Gradient checkpointing changes none of that.
 
-Under FSDP every call gathers weights from all ranks, forward and backward, so the ranks must make the same calls whatever
-blocks their rows have. They agree on the longest schedule, and a rank with a shorter one takes along a filler row, whose
-hidden states reach no loss.
+Under FSDP every call gathers weights from all ranks, forward and backward, so the ranks must make
+the same calls whatever blocks their rows have. They agree on the longest schedule, and a rank with
+a shorter one takes along a filler row, whose hidden states reach no loss.
 
-A third model family is one line, `family(its config, its causal LM)`, as at the end of this file: any decoder of
-transformers serves whose base model is `.model`, whose attention goes through `AttentionInterface` and whose layers all
-have full attention. List it in `alar.model.checkpoints.FAMILIES` for `from_base`.
+A third model family is one line, `family(its config, its causal LM)`, as at the end of this file:
+any decoder of transformers serves whose base model is `.model`, whose attention goes through
+`AttentionInterface` and whose layers all have full attention. List it in
+`alar.model.checkpoints.FAMILIES` for `from_base`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from alar.model.attention import attention_of
@@ -44,23 +53,25 @@ LATENT_GRADIENTS = ("published", "full", "projector_only")
 
 @dataclass
 class LatentStates:
-    """`hidden` (B, T, H): last hidden state, after the final norm, at every position. `latents` (N, H): the z that was
-    fed at each latent position, in row-major order."""
+    """`hidden` (B, T, H): last hidden state, after the final norm, at every position. `latents` (N,
+    H): the z that was fed at each latent position, in row-major order."""
 
     hidden: Tensor
     latents: Tensor
 
 
 class LatentCausalLM:
-    """Mixin over a transformers causal LM: adds `model.projector`, `latent_states` and a latent-aware `forward`."""
+    """Mixin over a transformers causal LM: adds `model.projector`, `latent_states` and a
+    latent-aware `forward`."""
 
     _keep_in_fp32_modules_strict = ["projector"]
 
     def __init__(self, config):
         if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
             raise ValueError(
-                f"{config.model_type}: sliding-window layers are not supported, a block's z must see all of its past; "
-                "set use_sliding_window: false in the base model's config.json if the contexts fit the window"
+                f"{config.model_type}: sliding-window layers are not supported, a block's z must"
+                " see all of its past; set use_sliding_window: false in the base model's"
+                " config.json if the contexts fit the window"
             )
         super().__init__(config)
         self.model.projector = PROJECTORS[config.projector_kind](config)
@@ -77,14 +88,18 @@ class LatentCausalLM:
     ) -> LatentStates:
         """Hidden states of a batch whose latent positions hold the reserved id.
 
-        `attention_mask` marks real tokens, padding on either side; `segment_ids` tells sequences that share a row apart
-        (0 = padding), each of which starts at position 0 and sees itself only. `latent_gradient`: "published" keeps h₀
-        attached and detaches later h; "full" attaches all; "projector_only" detaches all. With `latents` given
-        (row-major), nothing is recomputed: they are fed as they are in one ordinary forward. Hidden states at padding
-        are zero. Raises ValueError for blocks that are not K long.
+        `attention_mask` marks real tokens, padding on either side; `segment_ids` tells sequences
+        that share a row apart (0 = padding), each of which starts at position 0 and sees itself
+        only. `latent_gradient`: "published" keeps h₀ attached and detaches later h; "full" attaches
+        all; "projector_only" detaches all. With `latents` given (row-major), nothing is recomputed:
+        they are fed as they are in one ordinary forward. Hidden states at padding are zero. Raises
+        ValueError for blocks that are not K long.
         """
         if latent_gradient not in LATENT_GRADIENTS:
-            raise ValueError(f"latent_gradient {latent_gradient!r}: expected one of {', '.join(LATENT_GRADIENTS)}")
+            raise ValueError(
+                f"latent_gradient {latent_gradient!r}: expected one of"
+                f" {', '.join(LATENT_GRADIENTS)}"
+            )
         sequences = sequence_ids(input_ids, attention_mask, segment_ids)
         config, (rows, width) = self.config, input_ids.shape
         if latents is None:
@@ -97,13 +112,19 @@ class LatentCausalLM:
         else:
             packing = pack_text(sequences)
         where = packing.where.to(input_ids.device)
-        embeddings = self.get_input_embeddings()(input_ids.flatten()[where])  # (N, H), in the order of the calls
+        embeddings = self.get_input_embeddings()(
+            input_ids.flatten()[where]
+        )  # (N, H), in the order of the calls
         if latents is not None:
-            embeddings = _placed(embeddings, input_ids.flatten()[where] == config.latent_token_id, where, latents)
+            embeddings = _placed(
+                embeddings, input_ids.flatten()[where] == config.latent_token_id, where, latents
+            )
         hidden, fed = self._run(packing, embeddings, latent_gradient)
         table = hidden.new_zeros(input_ids.numel(), hidden.shape[1]).index_copy(0, where, hidden)
         if latents is None:
-            latents = fed[packing.latent_places().argsort()[:own].to(fed.device)]  # without the filler row's, the last ones
+            latents = fed[
+                packing.latent_places().argsort()[:own].to(fed.device)
+            ]  # without the filler row's, the last ones
         return LatentStates(table.view(*input_ids.shape, -1)[:rows, :width], latents)
 
     @property
@@ -118,18 +139,29 @@ class LatentCausalLM:
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)
 
-    def _run(self, packing: Packing, embeddings: Tensor, latent_gradient: str) -> tuple[Tensor, Tensor]:
-        """Hidden states (N, H) of all tokens and z of the latent ones, both in the order of the calls."""
+    def _run(
+        self, packing: Packing, embeddings: Tensor, latent_gradient: str
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states (N, H) of all tokens and z of the latent ones, both in the order of the
+        calls."""
         kind = attention_kind(self.config, embeddings)
-        shared = PackedPass(packing, kind, checkpointed=self.training and self.is_gradient_checkpointing)
+        shared = PackedPass(
+            packing, kind, checkpointed=self.training and self.is_gradient_checkpointing
+        )
         pieces, fed = [embeddings[:0]], [embeddings[:0]]
         try:
             with attention_of(self.config, PACKED):
-                for call, inputs in zip(packing.calls, embeddings.split([call.tokens for call in packing.calls])):
+                for call, inputs in zip(
+                    packing.calls, embeddings.split([call.tokens for call in packing.calls])
+                ):
                     if call.step is not None:
-                        attached = latent_gradient == "full" or (latent_gradient == "published" and call.step == 0)
+                        attached = latent_gradient == "full" or (
+                            latent_gradient == "published" and call.step == 0
+                        )
                         state = pieces[-1][call.before.to(inputs.device)]  # (n, H)
-                        inputs = self.model.projector(state if attached else state.detach(), call.step)
+                        inputs = self.model.projector(
+                            state if attached else state.detach(), call.step
+                        )
                         fed.append(inputs)
                     pieces.append(
                         self.model(
@@ -149,20 +181,24 @@ class LatentCausalLM:
             options = getattr(gradient_checkpointing_func, "keywords", {})
             if options.get("use_reentrant", True):
                 raise ValueError(
-                    "reentrant gradient checkpointing loses the gradients between the segments of a sequence: use "
-                    "gradient_checkpointing_enable({'use_reentrant': False}), which is also the default"
+                    "reentrant gradient checkpointing loses the gradients between the segments of a"
+                    " sequence: use gradient_checkpointing_enable({'use_reentrant': False}), which"
+                    " is also the default"
                 )
             gradient_checkpointing_func = partial(self._checkpointed, gradient_checkpointing_func)
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
 
     def _checkpointed(self, checkpoint_function, layer_call, *inputs):
-        """One layer's call. Latent steps, K tokens per block, keep their activations: that costs less than a second run."""
+        """One layer's call. Latent steps, K tokens per block, keep their activations: that costs
+        less than a second run."""
         packed = layer_call.keywords.get("packed")
         if packed is not None and not packed.checkpointed:
             return layer_call(*inputs)
         implementation = self.config._attn_implementation
         return checkpoint_function(
-            layer_call, *inputs, context_fn=lambda: (nullcontext(), attention_of(self.config, implementation))
+            layer_call,
+            *inputs,
+            context_fn=lambda: (nullcontext(), attention_of(self.config, implementation)),
         )
 
     def forward(
@@ -177,9 +213,15 @@ class LatentCausalLM:
         latent_gradient="published",
         **kwargs,
     ):
-        """With `labels` the loss only, averaged over the labelled tokens (`num_items_in_batch` of them, if given);
-        without, logits (B, T, V). Plain text without labels goes through the base class."""
-        plain = labels is None and segment_ids is None and not self._sharded and not self._has_latents(input_ids)
+        """With `labels` the loss only, averaged over the labelled tokens (`num_items_in_batch` of
+        them, if given); without, logits (B, T, V). Plain text without labels goes through the base
+        class."""
+        plain = (
+            labels is None
+            and segment_ids is None
+            and not self._sharded
+            and not self._has_latents(input_ids)
+        )
         if plain or inputs_embeds is not None or past_key_values is not None:
             return super().forward(
                 input_ids=input_ids,
@@ -190,13 +232,19 @@ class LatentCausalLM:
                 **kwargs,
             )
         hidden = self.latent_states(
-            input_ids, attention_mask, segment_ids=segment_ids, latents=latents, latent_gradient=latent_gradient
+            input_ids,
+            attention_mask,
+            segment_ids=segment_ids,
+            latents=latents,
+            latent_gradient=latent_gradient,
         ).hidden
         if labels is None:
             return CausalLMOutputWithPast(logits=self.lm_head(hidden))
         targets = labels[:, 1:]
         scored = targets != -100
-        if segment_ids is not None:  # the first token of a sequence does not follow from the sequence before it
+        if (
+            segment_ids is not None
+        ):  # the first token of a sequence does not follow from the sequence before it
             scored = scored & (segment_ids[:, 1:] == segment_ids[:, :-1])
         if not bool(scored.any()):
             raise ValueError("no token of this batch carries loss: the mean over none would be NaN")
@@ -213,13 +261,16 @@ def _placed(embeddings: Tensor, latent: Tensor, where: Tensor, latents: Tensor) 
     """`embeddings` (N, H) with the given z, which are in reading order, at the `latent` (N,) ones."""
     places = latent.nonzero()[:, 0]
     if len(places) != len(latents):
-        raise ValueError(f"{len(latents)} latent vectors were given for {len(places)} latent positions")
+        raise ValueError(
+            f"{len(latents)} latent vectors were given for {len(places)} latent positions"
+        )
     return embeddings.index_copy(0, places[where[places].argsort()], latents.to(embeddings.dtype))
 
 
 @dataclass(kw_only=True)
 class LatentOptions:
-    """What a latent config adds to its base: K, the reserved id, the tags and the projector's options."""
+    """What a latent config adds to its base: K, the reserved id, the tags and the projector's
+    options."""
 
     num_latent: int = 4
     latent_token_id: int | None = None
@@ -233,7 +284,11 @@ class LatentOptions:
 
 def family(base_config: type, base_model: type) -> tuple[type, type]:
     """Config and model class of a latent family, registered with transformers' Auto classes."""
-    options = {name: value for name, value in vars(LatentOptions).items() if name in LatentOptions.__annotations__}
+    options = {
+        name: value
+        for name, value in vars(LatentOptions).items()
+        if name in LatentOptions.__annotations__
+    }
     name = base_model.__name__.removesuffix("ForCausalLM")
     config = type(
         f"Latent{name}Config",

@@ -3,8 +3,8 @@
     z₁ = f(h₀),  z_{k+1} = f(h_k)          (arXiv 2606.02871 and its released code)
     f  = Dropout → Linear(d→p) → GELU → Linear(p→d) → LayerNorm
 
-Deliberate: the master weights are float32 whatever the trunk's dtype, also after `model.to(torch.bfloat16)`. In bf16 a
-LayerNorm gain of 1 cannot move at a learning rate of 1e-4.
+Deliberate: the master weights are float32 whatever the trunk's dtype, also after
+`model.to(torch.bfloat16)`. In bf16 a LayerNorm gain of 1 cannot move at a learning rate of 1e-4.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class LatentProjector(_Float32):
         self.residual = config.projector_residual
         self.register_buffer("scale", torch.ones(()))  # set once from the embeddings by `from_base`
 
-    def forward(self, hidden: Float[Tensor, "rows hidden"], step: int) -> Float[Tensor, "rows hidden"]:
+    def forward(
+        self, hidden: Float[Tensor, "rows hidden"], step: int
+    ) -> Float[Tensor, "rows hidden"]:
         """f(h) in the dtype of `hidden`; `step` (0-based k) is not used by this kind of projector."""
         x = hidden.to(self.up.weight.dtype)
         y = self.down(nn.functional.gelu(self.up(self.dropout(x))))
@@ -58,8 +60,11 @@ class ConstantThoughts(_Float32):
         self.vectors = nn.Parameter(torch.empty(config.num_latent, config.hidden_size))
         nn.init.normal_(self.vectors, std=1.0)
 
-    def forward(self, hidden: Float[Tensor, "rows hidden"], step: int) -> Float[Tensor, "rows hidden"]:
-        # `step` may also be a tensor, one k per row. A copy: FSDP frees the storage behind a view of its weights.
+    def forward(
+        self, hidden: Float[Tensor, "rows hidden"], step: int
+    ) -> Float[Tensor, "rows hidden"]:
+        # `step` may also be a tensor, one k per row. A copy: FSDP frees the storage behind a view
+        # of its weights.
         return self.vectors[step].to(hidden.dtype).expand_as(hidden).clone()
 
 

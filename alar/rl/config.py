@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from alar.baselines.length_rewards import LengthReward
-from alar.baselines.logprob.reward import LogProbReward
+from alar.methods.length_rewards import LengthReward
+from alar.methods.logprob.reward import LogProbReward
 
 
 @dataclass(frozen=True)
 class RLConfig:
-    """Published values as defaults where there are any (group 8, lr 1e-6, KL 1e-3, α 0.3, L 400 characters)."""
+    """Published values as defaults where there are any (group 8, lr 1e-6, KL 1e-3, α 0.3, L 400
+    characters)."""
 
     steps: int = 100
     prompts_per_step: int = 16
@@ -30,9 +31,13 @@ class RLConfig:
     norm_adv_by_std: bool = True  # False: advantages keep the rewards' scale (Dr. GRPO)
     credit: str = "turn"
     mode_weight: float = 1.0
-    mode_baseline: float = 0.0  # share of the mean effect of a latent turn that is taken off each, times d_t
+    mode_baseline: float = (
+        0.0  # share of the mean effect of a latent turn that is taken off each, times d_t
+    )
     explore_fraction: float = 0.5
-    kept_variance: float = 1.0  # below 1: train on the groups that hold this share of the rewards' variance (RAGEN)
+    kept_variance: float = (
+        1.0  # below 1: train on the groups that hold this share of the rewards' variance (RAGEN)
+    )
     latents: str = "recomputed"
     trainable: str = "lora"
     lora_rank: int = 16
@@ -45,9 +50,15 @@ class RLConfig:
     rollout_batch: int = 256
     validation_every: int = 10
     checkpoint_every: int = 10
-    select: str = "best"  # "best" | "last": which weights are returned, by reward on the validation questions
-    length_reward: LengthReward | None = None  # in place of AR-GRPO's reward: a compared method, on explicit reasoning
-    logprob_reward: LogProbReward | None = None  # in place of AR-GRPO's reward: exact match and the golds' log-probability
+    select: str = (
+        "best"  # "best" | "last": which weights are returned, by reward on the validation questions
+    )
+    length_reward: LengthReward | None = (
+        None  # in place of AR-GRPO's reward: a compared method, on explicit reasoning
+    )
+    logprob_reward: LogProbReward | None = (
+        None  # in place of AR-GRPO's reward: exact match and the golds' log-probability
+    )
     seed: int = 0
 
     def __post_init__(self):
@@ -56,7 +67,9 @@ class RLConfig:
         if isinstance(self.logprob_reward, Mapping):
             object.__setattr__(self, "logprob_reward", LogProbReward(**self.logprob_reward))
         if self.length_reward and self.logprob_reward:
-            raise ValueError("rl.length_reward and rl.logprob_reward both replace AR-GRPO's reward: choose one")
+            raise ValueError(
+                "rl.length_reward and rl.logprob_reward both replace AR-GRPO's reward: choose one"
+            )
         choices = {
             "variant": ("published", "repaired"),
             "credit": ("trajectory", "turn"),
@@ -67,17 +80,29 @@ class RLConfig:
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"rl.{name} is {getattr(self, name)!r}: expected one of {', '.join(allowed)}")
+                raise ValueError(
+                    f"rl.{name} is {getattr(self, name)!r}: expected one of {', '.join(allowed)}"
+                )
         if self.latents == "cached" and self.train_projector:
-            raise ValueError("rl.latents: cached gives the projector no gradient; use recomputed, or freeze it")
+            raise ValueError(
+                "rl.latents: cached gives the projector no gradient; use recomputed, or freeze it"
+            )
         if not 0 < self.kept_variance <= 1:
-            raise ValueError(f"rl.kept_variance is {self.kept_variance}: expected a share above 0, 1 for no filter")
+            raise ValueError(
+                f"rl.kept_variance is {self.kept_variance}: expected a share above 0, 1 for no"
+                " filter"
+            )
         if self.length_reward:
-            for name, needed in {"credit": "trajectory", "explore_fraction": 0.0, "select": "last"}.items():
+            for name, needed in {
+                "credit": "trajectory",
+                "explore_fraction": 0.0,
+                "select": "last",
+            }.items():
                 if getattr(self, name) != needed:
                     raise ValueError(
-                        f"rl.{name} is {getattr(self, name)!r}: a length reward knows no modes, and compares samples of one "
-                        f"prompt, which greedy validation lacks; set it to {needed!r}"
+                        f"rl.{name} is {getattr(self, name)!r}: a length reward knows no modes, and"
+                        " compares samples of one prompt, which greedy validation lacks; set it to"
+                        f" {needed!r}"
                     )
 
 

@@ -1,13 +1,14 @@
-"""The objective of AR-GRPO: group advantages, the clipped policy loss, the KL penalty, and credit for mode choices.
+"""The objective of AR-GRPO: group advantages, the clipped policy loss, the KL penalty, and credit
+for mode choices.
 
     advantage    A_i = (r_i − mean_G r) / (std_G r + ε)                            GRPO, arXiv 2402.03300
                  A_i = r_i − mean_G r                                              Dr. GRPO, 2503.20783
     policy loss  max(−A ρ, −A clip(ρ, 1 − ε_low, 1 + ε_high)), for A < 0 at most −c A    PPO, 1707.06347; dual clip, 1912.09729
     KL           e^δ − δ − 1,  δ = log π_ref − log π                               Schulman's k3
 
-Names, clamps and defaults are those of verl (`verl.trainer.ppo.core_algos`), whose numbers the tests ask for; importing
-verl costs seconds, so the few lines are here. Deliberate: values outside the mask may be anything, NaN included, and
-an empty mask is an error, not a NaN loss.
+Names, clamps and defaults are those of verl (`verl.trainer.ppo.core_algos`), whose numbers the
+tests ask for; importing verl costs seconds, so the few lines are here. Deliberate: values outside
+the mask may be anything, NaN included, and an empty mask is an error, not a NaN loss.
 
 Credit per turn and the information of the mode choice are the project's own; see `mode_advantages`.
 """
@@ -23,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float, Num, Shaped
 from torch import Tensor
 
-from alar.statistics import binary_entropy
+from alar.evaluate.statistics import binary_entropy
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 KL_KINDS = ("kl", "abs", "mse", "low_var_kl")
@@ -32,18 +33,26 @@ KL_LIMIT = 10.0
 
 
 def group_advantages(
-    rewards: Num[Tensor, "rollouts"], groups: Shaped[Tensor, "rollouts"], *, norm_by_std: bool = True, eps: float = 1e-6
+    rewards: Num[Tensor, "rollouts"],
+    groups: Shaped[Tensor, "rollouts"],
+    *,
+    norm_by_std: bool = True,
+    eps: float = 1e-6,
 ) -> Float[Tensor, "rollouts"]:
     """GRPO advantage of every rollout, in the rewards' dtype, without gradient.
 
-    The standard deviation is the sample's (n − 1). A group of one keeps its reward, as in verl. Computed in float64:
-    in float32 the rounding of a mean over equal rewards, divided by ε, is an advantage of 0.1. Without `norm_by_std`
-    only the mean is taken off (Dr. GRPO, arXiv 2503.20783): a group whose members are all correct then
-    weighs its small differences, α·f, as small ones instead of stretching them to the size of right against wrong.
-    Raises ValueError where the two differ in length or a reward is not finite.
+    The standard deviation is the sample's (n − 1). A group of one keeps its reward, as in verl.
+    Computed in float64: in float32 the rounding of a mean over equal rewards, divided by ε, is an
+    advantage of 0.1. Without `norm_by_std` only the mean is taken off (Dr. GRPO, arXiv 2503.20783):
+    a group whose members are all correct then weighs its small differences, α·f, as small ones
+    instead of stretching them to the size of right against wrong. Raises ValueError where the two
+    differ in length or a reward is not finite.
     """
     if rewards.shape != groups.shape:
-        raise ValueError(f"{tuple(rewards.shape)} rewards for {tuple(groups.shape)} groups: one group per reward is needed")
+        raise ValueError(
+            f"{tuple(rewards.shape)} rewards for {tuple(groups.shape)} groups: one group per reward"
+            " is needed"
+        )
     values = rewards.detach().cpu().double()
     if not torch.isfinite(values).all():
         raise ValueError(f"reward {int((~torch.isfinite(values)).nonzero()[0])} is not finite")
@@ -69,18 +78,22 @@ def policy_loss(
     clip_c: float = 3.0,
     aggregation: str = "token-mean",
 ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-    """PPO's clipped loss with dual clip, and `clip_fraction`, `clip_fraction_dual`, `approximate_kl` over the mask.
+    """PPO's clipped loss with dual clip, and `clip_fraction`, `clip_fraction_dual`,
+    `approximate_kl` over the mask.
 
-    `old_log_probs` are those of the behaviour policy at the time of sampling. `clip_c` > 1 bounds the loss of a
-    negative advantage at −c·A. Raises ValueError for an empty mask, an unknown aggregation or clip values out of range.
+    `old_log_probs` are those of the behaviour policy at the time of sampling. `clip_c` > 1 bounds
+    the loss of a negative advantage at −c·A. Raises ValueError for an empty mask, an unknown
+    aggregation or clip values out of range.
     """
     if not (0 <= clip_low <= 1 and clip_high >= 0 and clip_c > 1):
         raise ValueError(
-            f"clip_low={clip_low}, clip_high={clip_high}, clip_c={clip_c}: needed are 0 ≤ clip_low ≤ 1, clip_high ≥ 0, clip_c > 1"
+            f"clip_low={clip_low}, clip_high={clip_high}, clip_c={clip_c}: needed are 0 ≤ clip_low"
+            " ≤ 1, clip_high ≥ 0, clip_c > 1"
         )
     mask = mask.bool()
     _check_mask(mask)
-    # What lies outside the mask has no log-prob; zeroing it first keeps NaN out of the gradient as well.
+    # What lies outside the mask has no log-prob; zeroing it first keeps NaN out of the gradient as
+    # well.
     log_ratio = (log_probs.masked_fill(~mask, 0.0) - old_log_probs.masked_fill(~mask, 0.0)).clamp(
         -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT
     )
@@ -104,9 +117,11 @@ def aggregate(
     mask: Bool[Tensor, "batch time"] | Num[Tensor, "batch time"],
     aggregation: str = "token-mean",
 ) -> Float[Tensor, ""]:
-    """One number from one per token: the mean over tokens, or over sequences of their tokens' sum or mean.
+    """One number from one per token: the mean over tokens, or over sequences of their tokens' sum
+    or mean.
 
-    Sequences without a token in the mask do not count. Raises ValueError for an unknown aggregation or an empty mask.
+    Sequences without a token in the mask do not count. Raises ValueError for an unknown aggregation
+    or an empty mask.
     """
     mask = mask.bool()
     _check_mask(mask)
@@ -119,15 +134,21 @@ def aggregate(
         return values.sum(-1)[used].mean()
     if aggregation == "seq-mean-token-mean":
         return (values.sum(-1)[used] / tokens[used]).mean()
-    raise ValueError(f"aggregation {aggregation!r} is unknown: choose one of {', '.join(AGGREGATIONS)}")
+    raise ValueError(
+        f"aggregation {aggregation!r} is unknown: choose one of {', '.join(AGGREGATIONS)}"
+    )
 
 
 def kl_penalty(
-    log_probs: Float[Tensor, "*shape"], reference_log_probs: Float[Tensor, "*shape"], kind: str = "low_var_kl"
+    log_probs: Float[Tensor, "*shape"],
+    reference_log_probs: Float[Tensor, "*shape"],
+    kind: str = "low_var_kl",
 ) -> Float[Tensor, "*shape"]:
-    """Estimate of KL(π ‖ π_ref) per token from the log-probs of the tokens that π sampled, in nats, with gradient.
+    """Estimate of KL(π ‖ π_ref) per token from the log-probs of the tokens that π sampled, in nats,
+    with gradient.
 
-    `low_var_kl` is k3: unbiased, never negative, clamped to at most 10. Raises ValueError for an unknown kind.
+    `low_var_kl` is k3: unbiased, never negative, clamped to at most 10. Raises ValueError for an
+    unknown kind.
     """
     difference = log_probs - reference_log_probs
     if kind == "kl":
@@ -149,43 +170,51 @@ def mode_advantages(
     *,
     baseline: float = 0.0,
 ) -> list[list[float]]:
-    """Credit of every turn's mode choice: what the group's rollouts tell about it, the modes of their other turns held fixed.
+    """Credit of every turn's mode choice: what the group's rollouts tell about it, the modes of
+    their other turns held fixed.
 
-    `modes[i][t]` is True for a latent block, False for text, None for a turn without a block (credit 0, compared with
-    nobody); `advantages[i]` is the rollout's own. Rollouts whose modes were forced belong in here: they carry much of the
-    comparison, although their tags carry no loss. With m = +½ for a latent block, −½ for text and 0 where there is none,
-    least squares over the rollouts of a group that have a block at turn t fit
+    `modes[i][t]` is True for a latent block, False for text, None for a turn without a block
+    (credit 0, compared with nobody); `advantages[i]` is the rollout's own. Rollouts whose modes
+    were forced belong in here: they carry much of the comparison, although their tags carry no
+    loss. With m = +½ for a latent block, −½ for text and 0 where there is none, least squares over
+    the rollouts of a group that have a block at turn t fit
 
         A_i      ≈ μ + Δ_t m_it + Σ_{s≠t} γ_s m_is
         credit   = ±½ (Δ_t − b Δ̄): plus for a latent block, minus for text; 0 where the group has one mode only at t
 
-    b = `baseline` is 0 for the plain credit. Δ̄ is the mean of Δ over all compared turns of all groups, a price that every latent
-    turn pays. At b = 1 the credits say which turns need text *more than others*, and hardly move the share of latent turns.
+    b = `baseline` is 0 for the plain credit. Δ̄ is the mean of Δ over all compared turns of all
+    groups, a price that every latent turn pays. At b = 1 the credits say which turns need text
+    *more than others*, and hardly move the share of latent turns.
 
-    Why ½: in one state with p = p(latent), a rollout's expected score-function step is then p(1−p)·Δ along the logit,
-    exactly the policy gradient of that choice (the latent arm gives ½Δ·p(1−p), the text arm as much).
+    Why ½: in one state with p = p(latent), a rollout's expected score-function step is then
+    p(1−p)·Δ along the logit, exactly the policy gradient of that choice (the latent arm gives
+    ½Δ·p(1−p), the text arm as much).
 
-    Why the other turns: without them Δ_t is mean(A | latent) − mean(A | text), which also holds what the others did. A policy that
-    has gone over to text puts its right answers into the text arm of *every* turn, while half of the forced latent blocks stand
-    behind another one that has already cost the answer; then a harmless latent turn looks harmful, and text everywhere
-    sustains itself. The fit takes that out as far as effects add up.
+    Why the other turns: without them Δ_t is mean(A | latent) − mean(A | text), which also holds
+    what the others did. A policy that has gone over to text puts its right answers into the text
+    arm of *every* turn, while half of the forced latent blocks stand behind another one that has
+    already cost the answer; then a harmless latent turn looks harmful, and text everywhere sustains
+    itself. The fit takes that out as far as effects add up.
 
-    Why not leave-one-out: a baseline must not depend on the own action, but nothing is subtracted from the own reward
-    here. Rewards enter linearly, with weights that depend on the modes only, so given the modes the expectation of Δ_t
-    is the true difference, own reward included. Leaving it out would have the same expectation, with no estimate
-    at all for the only rollout of an arm: the rare mode, the one that is being explored.
+    Why not leave-one-out: a baseline must not depend on the own action, but nothing is subtracted
+    from the own reward here. Rewards enter linearly, with weights that depend on the modes only, so
+    given the modes the expectation of Δ_t is the true difference, own reward included. Leaving it
+    out would have the same expectation, with no estimate at all for the only rollout of an arm: the
+    rare mode, the one that is being explored.
 
-    Why the baseline: what is common to all turns is the easiest thing to learn. Where latent first turns cost the answer and
-    latent last turns gain a little, the mean is negative, and a policy goes over to text in both before it has told them
-    apart; then p(1−p) leaves next to nothing to learn from. A training therefore begins with 1 and ends with 0, since a baseline
-    also changes what is optimal, to the best policy of the present share.
+    Why the baseline: what is common to all turns is the easiest thing to learn. Where latent first
+    turns cost the answer and latent last turns gain a little, the mean is negative, and a policy
+    goes over to text in both before it has told them apart; then p(1−p) leaves next to nothing to
+    learn from. A training therefore begins with 1 and ends with 0, since a baseline also changes
+    what is optimal, to the best policy of the present share.
 
-    Bias: (1) A group with one mode gives 0, which shrinks the step, never turns it; choices that a group always makes
-    together share their effect (the solution of least norm). (2) From the second turn on, rollouts of a group are in different
-    states; where the policy chose its modes by state, Δ_t also holds the difference of those states. Modes forced at
-    random remove that. (3) Effects that do not add up are averaged over the group's other turns, which is why an explorer's
-    modes are its own in all turns but one. (4) Only rollouts that reached turn t are compared, so an effect on whether turn t
-    happens is credited to the turns before it.
+    Bias: (1) A group with one mode gives 0, which shrinks the step, never turns it; choices that a
+    group always makes together share their effect (the solution of least norm). (2) From the second
+    turn on, rollouts of a group are in different states; where the policy chose its modes by state,
+    Δ_t also holds the difference of those states. Modes forced at random remove that. (3) Effects
+    that do not add up are averaged over the group's other turns, which is why an explorer's modes
+    are its own in all turns but one. (4) Only rollouts that reached turn t are compared, so an
+    effect on whether turn t happens is credited to the turns before it.
 
     Raises ValueError where the three differ in length, and for a baseline outside [0, 1].
     """
@@ -193,7 +222,8 @@ def mode_advantages(
         raise ValueError(f"baseline is {baseline}: expected a share from 0 to 1")
     if not len(modes) == len(advantages) == len(groups):
         raise ValueError(
-            f"{len(modes)} lists of modes, {len(advantages)} advantages, {len(groups)} groups: one of each per rollout"
+            f"{len(modes)} lists of modes, {len(advantages)} advantages, {len(groups)} groups: one"
+            " of each per rollout"
         )
     members: dict[Hashable, list[int]] = defaultdict(list)
     for row, group in enumerate(groups):
@@ -201,9 +231,13 @@ def mode_advantages(
     effects: dict[tuple[int, int], float] = {}  # (rollout, turn) → Δ
     for rows in members.values():
         for turn in range(max(len(modes[row]) for row in rows)):
-            compared = [row for row in rows if len(modes[row]) > turn and modes[row][turn] is not None]
+            compared = [
+                row for row in rows if len(modes[row]) > turn and modes[row][turn] is not None
+            ]
             if len({modes[row][turn] for row in compared}) == 2:
-                effect = _mode_effect([modes[row] for row in compared], [advantages[row] for row in compared], turn)
+                effect = _mode_effect(
+                    [modes[row] for row in compared], [advantages[row] for row in compared], turn
+                )
                 effects |= {(row, turn): effect for row in compared}
     price = baseline * math.fsum(effects.values()) / max(1, len(effects))
     credits = [[0.0] * len(own) for own in modes]
@@ -212,21 +246,29 @@ def mode_advantages(
     return credits
 
 
-def _mode_effect(modes: Sequence[Sequence[bool | None]], advantages: Sequence[float], turn: int) -> float:
+def _mode_effect(
+    modes: Sequence[Sequence[bool | None]], advantages: Sequence[float], turn: int
+) -> float:
     """Δ of `turn`, at which every one of these rollouts has a block, of either mode."""
     signs = {True: 0.5, False: -0.5, None: 0.0}
     width = max(map(len, modes))
-    table = torch.tensor([[signs[m] for m in own] + [0.0] * (width - len(own)) for own in modes], dtype=torch.float64)
+    table = torch.tensor(
+        [[signs[m] for m in own] + [0.0] * (width - len(own)) for own in modes], dtype=torch.float64
+    )
     outcome = torch.tensor(advantages, dtype=torch.float64)
     fitted = torch.linalg.pinv(table - table.mean(0), rtol=1e-9) @ (outcome - outcome.mean())
     return fitted[turn].item()
 
 
-def informative_groups(rewards: Sequence[float], groups: Sequence[Hashable], share: float) -> set[Hashable]:
-    """The groups that hold `share` of the rewards' variance, the most varied first; none where nothing varies.
+def informative_groups(
+    rewards: Sequence[float], groups: Sequence[Hashable], share: float
+) -> set[Hashable]:
+    """The groups that hold `share` of the rewards' variance, the most varied first; none where
+    nothing varies.
 
-    RAGEN's filter by signal to noise: a group of nearly equal rewards is divided by its small deviation, so that its
-    noise weighs as much as another group's signal. ValueError for a share outside (0, 1] or rewards that are not finite.
+    RAGEN's filter by signal to noise: a group of nearly equal rewards is divided by its small
+    deviation, so that its noise weighs as much as another group's signal. ValueError for a share
+    outside (0, 1] or rewards that are not finite.
     """
     if not 0 < share <= 1:
         raise ValueError(f"a share of {share} of the variance: expected more than 0 and at most 1")
@@ -246,18 +288,22 @@ def informative_groups(rewards: Sequence[float], groups: Sequence[Hashable], sha
 
 
 def mode_information(p_latent: Float[Tensor, "states"]) -> tuple[float, float, float]:
-    """H(M), H(M|X) and I(X;M) = H(M) − H(M|X) in bits, from the exact p(latent | state) of every visited state.
+    """H(M), H(M|X) and I(X;M) = H(M) − H(M|X) in bits, from the exact p(latent | state) of every
+    visited state.
 
-    H(M) is the entropy of the mean p, H(M|X) the mean of the entropies (RAGEN's diagnostics): H(M) → 0 is mode collapse,
-    a high H(M) with I → 0 is a coin flip that ignores the state. Three NaN for no states. Raises ValueError for a p
-    outside [0, 1].
+    H(M) is the entropy of the mean p, H(M|X) the mean of the entropies (RAGEN's diagnostics): H(M)
+    → 0 is mode collapse, a high H(M) with I → 0 is a coin flip that ignores the state. Three NaN
+    for no states. Raises ValueError for a p outside [0, 1].
     """
     p = p_latent.detach().cpu().double()
     if not len(p):
         return math.nan, math.nan, math.nan
     outside = ~((p > -1e-6) & (p < 1 + 1e-6))  # float32 may round past the ends; NaN is outside too
     if outside.any():
-        raise ValueError(f"p(latent) of state {int(outside.nonzero()[0])} is {p[outside][0]:.6g}, not a probability")
+        raise ValueError(
+            f"p(latent) of state {int(outside.nonzero()[0])} is {p[outside][0]:.6g}, not a"
+            " probability"
+        )
     p = p.clamp(0, 1)
     marginal = float(binary_entropy(p.mean().item()))
     conditional = float(binary_entropy(p.numpy()).mean())

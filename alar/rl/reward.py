@@ -1,4 +1,5 @@
-"""The reward of AR-GRPO, as published and as repaired (ALAR, arXiv 2606.02871, stage 2b, and its released code).
+"""The reward of AR-GRPO, as published and as repaired (ALAR, arXiv 2606.02871, stage 2b, and its
+released code).
 
 For one trajectory of a group G, with f the share of latent turns among its reasoning turns:
 
@@ -7,14 +8,16 @@ For one trajectory of a group G, with f the share of latent turns among its reas
 
     r_div = δ · d_t · |f − mean_G f|,   d_t = ½ (1 + cos(π t / T)),   s_L = min(1, L / think_length)
 
-δ is 1 as published; 0 switches the bonus off, as an L that no text reaches does with the length scale.
+δ is 1 as published; 0 switches the bonus off, as an L that no text reaches does with the length
+scale.
 
-An environment may grade its trajectories (the tool domain's dense score). The grade then stands in place of the 1 of a correct
-trajectory and of the 0 of a wrong one.
+An environment may grade its trajectories (the tool domain's dense score). The grade then stands in
+place of the 1 of a correct trajectory and of the 0 of a wrong one.
 
-Deliberate in the repaired variant: length no longer shrinks a penalty, only correct answers are paid for diversity,
-malformed trajectories do not move the mean that others are compared with, and a trajectory that never reasons is
-malformed. What counts as well formed and as thinking is decided by `alar.protocol`, the same for both variants.
+Deliberate in the repaired variant: length no longer shrinks a penalty, only correct answers are
+paid for diversity, malformed trajectories do not move the mean that others are compared with, and a
+trajectory that never reasons is malformed. What counts as well formed and as thinking is decided by
+`alar.protocol`, the same for both variants.
 """
 
 from __future__ import annotations
@@ -32,9 +35,10 @@ MALFORMED = -1.0
 class Outcome:
     """What the reward knows of one trajectory.
 
-    `group` names its prompt; `n_latent` and `n_think` count turns; `think_length` counts the characters that the policy
-    wrote outside latent blocks, tags and actions. `grade` is how right the trajectory is, 1 for wholly; None where that is only
-    told by `correct`. Raises ValueError for negative counts and a grade that is no number.
+    `group` names its prompt; `n_latent` and `n_think` count turns; `think_length` counts the
+    characters that the policy wrote outside latent blocks, tags and actions. `grade` is how right
+    the trajectory is, 1 for wholly; None where that is only told by `correct`. Raises ValueError
+    for negative counts and a grade that is no number.
     """
 
     group: Hashable
@@ -66,11 +70,15 @@ class Outcome:
 
 
 def diversity_weight(step: int, total_steps: int) -> float:
-    """d_t: 1 at step 0, ½ halfway, 0 at the last step. ValueError for a step outside [0, total_steps]."""
+    """d_t: 1 at step 0, ½ halfway, 0 at the last step. ValueError for a step outside [0,
+    total_steps]."""
     if total_steps < 1:
         raise ValueError(f"total_steps is {total_steps}: at least one step is needed")
     if not 0 <= step <= total_steps:
-        raise ValueError(f"step {step} lies outside [0, {total_steps}]: pass the trainer's own step, also after a resume")
+        raise ValueError(
+            f"step {step} lies outside [0, {total_steps}]: pass the trainer's own step, also after"
+            " a resume"
+        )
     return 0.5 * (1.0 + math.cos(math.pi * step / total_steps))
 
 
@@ -86,15 +94,18 @@ def shaped_rewards(
 ) -> list[float]:
     """Reward of every outcome, in their order; groups may be mixed and of any size.
 
-    `length_tolerance` is L in characters (published: 400 for search, 1600 for tools), `diversity` is δ. Raises ValueError for an
-    unknown variant, a step outside the schedule, a negative α or δ, or an L that is not a positive number.
+    `length_tolerance` is L in characters (published: 400 for search, 1600 for tools), `diversity`
+    is δ. Raises ValueError for an unknown variant, a step outside the schedule, a negative α or δ,
+    or an L that is not a positive number.
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant {variant!r} is unknown: choose one of {', '.join(VARIANTS)}")
     if not (math.isfinite(alpha) and alpha >= 0):
         raise ValueError(f"alpha is {alpha}: it must be a number of at least 0")
     if not (math.isfinite(length_tolerance) and length_tolerance > 0):
-        raise ValueError(f"length_tolerance is {length_tolerance}: it must be a positive number of characters")
+        raise ValueError(
+            f"length_tolerance is {length_tolerance}: it must be a positive number of characters"
+        )
     if not (math.isfinite(diversity) and diversity >= 0):
         raise ValueError(f"diversity is {diversity}: it must be a number of at least 0")
     weight = diversity * diversity_weight(step, total_steps)
@@ -110,10 +121,14 @@ def shaped_rewards(
         if not (_usable(outcome) if repaired else outcome.well_formed):
             return MALFORMED
         share = outcome.latent_share
-        length_scale = min(1.0, length_tolerance / outcome.think_length) if outcome.think_length else 1.0
+        length_scale = (
+            min(1.0, length_tolerance / outcome.think_length) if outcome.think_length else 1.0
+        )
         bonus = weight * abs(share - means[outcome.group])
         if not repaired:
-            return length_scale * (outcome.worth + (alpha * share if outcome.correct else -alpha * share) + bonus)
+            return length_scale * (
+                outcome.worth + (alpha * share if outcome.correct else -alpha * share) + bonus
+            )
         if not outcome.correct:
             return outcome.worth - alpha * share
         return length_scale * (outcome.worth + alpha * share) + bonus

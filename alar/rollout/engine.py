@@ -1,12 +1,13 @@
 """What an engine is: it writes one turn for each request, and knows nothing of domains.
 
-Requests are submitted at any time, and every step reports those that have ended: a finished trajectory's next turn, or a
-new question, enters while the others go on writing.
+Requests are submitted at any time, and every step reports those that have ended: a finished
+trajectory's next turn, or a new question, enters while the others go on writing.
 
-`TurnWriter` is the latent state machine, one per request, shared by all engines: it watches the bytes that the policy
-has written in this turn and says what comes next.
+`TurnWriter` is the latent state machine, one per request, shared by all engines: it watches the
+bytes that the policy has written in this turn and says what comes next.
 
-    text ends in <latent> outside a think block → K latent positions → the pieces of </latent>, forced → text again
+    text ends in <latent> outside a think block → K latent positions → the pieces of </latent>,
+    forced → text again
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from alar import protocol
-from alar.model.dual_vocabulary import ThinkPhase
+from alar.methods.dual.vocabulary import ThinkPhase
 from alar.records import Origin, Trajectory
 from alar.rollout.codec import Codec
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Decoding of one turn. `temperature` 0 is greedy; `stop` strings end the turn when the text ends in one of them."""
+    """Decoding of one turn. `temperature` 0 is greedy; `stop` strings end the turn when the text
+    ends in one of them."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -35,16 +37,18 @@ class Sampling:
 
     def __post_init__(self):
         if self.max_new_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(f"{self}: expected max_new_tokens ≥ 1, temperature ≥ 0 and 0 < top_p ≤ 1")
+            raise ValueError(
+                f"{self}: expected max_new_tokens ≥ 1, temperature ≥ 0 and 0 < top_p ≤ 1"
+            )
 
 
 @dataclass
 class TurnRequest:
     """Context of one turn: all ids so far, and z (N, H) of their latent positions in order.
 
-    `session` names the trajectory, so that an engine can keep its KV cache from turn to turn. `forced` ids open the
-    turn (a forced mode). `seed` makes sampling independent of the batch that a request happens to share.
-    `allow_latent=False` leaves `<latent>` ordinary text.
+    `session` names the trajectory, so that an engine can keep its KV cache from turn to turn.
+    `forced` ids open the turn (a forced mode). `seed` makes sampling independent of the batch that
+    a request happens to share. `allow_latent=False` leaves `<latent>` ordinary text.
     """
 
     session: int
@@ -57,7 +61,8 @@ class TurnRequest:
 
 @dataclass
 class TurnOutput:
-    """What the policy wrote: ids, origins, behaviour log-probs (NaN unless SAMPLED), z of the latent positions.
+    """What the policy wrote: ids, origins, behaviour log-probs (NaN unless SAMPLED), z of the
+    latent positions.
 
     The log-probs are those of the distribution at the sampling temperature, before `top_p` cuts it.
     """
@@ -94,7 +99,10 @@ class Engine(ABC):
     def generate(self, requests: Sequence[TurnRequest], sampling: Sampling) -> list[TurnOutput]:
         """One turn for each request, in order. Only for an engine that is not busy."""
         if self.busy:
-            raise ValueError("the engine still writes submitted turns: call `step` until it is not busy, or `release` them")
+            raise ValueError(
+                "the engine still writes submitted turns: call `step` until it is not busy, or"
+                " `release` them"
+            )
         self.submit(requests, sampling)
         outputs: dict[int, TurnOutput] = {}
         while self.busy:
@@ -103,11 +111,13 @@ class Engine(ABC):
 
 
 def phases_of(trajectory: Trajectory, codec: Codec) -> list[int]:
-    """For every token of a trajectory the row of the dual vocabulary's constraint under which it was written, 0 where it was
-    not: as the engines knew it, by the same `TurnWriter`."""
+    """For every token of a trajectory the row of the dual vocabulary's constraint under which it
+    was written, 0 where it was not: as the engines knew it, by the same `TurnWriter`."""
     phases, ids, origins = [0] * len(trajectory.ids), trajectory.ids, trajectory.origins
     for turn in trajectory.turns:
-        opens = origins[turn.start] == Origin.SAMPLED  # a forced opening comes before what the context ends in
+        opens = (
+            origins[turn.start] == Origin.SAMPLED
+        )  # a forced opening comes before what the context ends in
         writer = TurnWriter(
             codec,
             TurnRequest(0, ids[: turn.start] if opens else (), (), allow_latent=False),
@@ -120,9 +130,12 @@ def phases_of(trajectory: Trajectory, codec: Codec) -> list[int]:
 
 
 class TurnWriter:
-    """State of one turn being written; `forced()` is what must come next, `push` takes what was written."""
+    """State of one turn being written; `forced()` is what must come next, `push` takes what was
+    written."""
 
-    _TAGS = tuple(tag.encode() for tag in (protocol.LATENT_OPEN, protocol.THINK_OPEN, protocol.THINK_CLOSE))
+    _TAGS = tuple(
+        tag.encode() for tag in (protocol.LATENT_OPEN, protocol.THINK_OPEN, protocol.THINK_CLOSE)
+    )
     _WINDOW = 24  # bytes kept; longer than any tag plus one piece
 
     def __init__(self, codec: Codec, request: TurnRequest, sampling: Sampling):
@@ -139,7 +152,9 @@ class TurnWriter:
         if self.allow_latent and tail.endswith(self._TAGS[0]):
             self._open_block()
         self.think_phase = None if codec.dual is None else ThinkPhase(codec.dual.think_end_ids)
-        if self.think_phase is not None and tail.rstrip().endswith(self._TAGS[1]):  # templates end in `<think>\n`
+        if self.think_phase is not None and tail.rstrip().endswith(
+            self._TAGS[1]
+        ):  # templates end in `<think>\n`
             self.in_think, self.think_phase.row = True, 1
 
     @property
@@ -178,7 +193,8 @@ class TurnWriter:
             out.finish = "length"
 
     def _see_tags(self, fresh: int) -> None:
-        """A tag was closed in the last `fresh` bytes; it counts only if it is the very end of the text."""
+        """A tag was closed in the last `fresh` bytes; it counts only if it is the very end of the
+        text."""
         latent_open, think_open, think_close = self._TAGS
         if self.in_think:
             self.in_think = think_close not in self.tail[-fresh - len(think_close) + 1 :]
@@ -189,10 +205,13 @@ class TurnWriter:
         elif think_open in self.tail[-fresh - len(think_open) + 1 :]:
             self.in_think = True
         elif any(stop in self.tail[-fresh - len(stop) + 1 :] for stop in self.stops):
-            self.output.finish = "stop"  # also when the piece overshoots: the parser then finds the turn malformed
+            # also when the piece overshoots: the parser then finds the turn malformed
+            self.output.finish = "stop"
 
     def _open_block(self) -> None:
         self.thoughts = 0
         codec = self.codec
         self.queue.extendleft((token, Origin.FORCED) for token in reversed(codec.latent_close))
-        self.queue.extendleft((codec.latent_token_id, Origin.LATENT) for _ in range(codec.num_latent))
+        self.queue.extendleft(
+            (codec.latent_token_id, Origin.LATENT) for _ in range(codec.num_latent)
+        )

@@ -1,8 +1,10 @@
-"""The agent loop: question → turns of reasoning and action → observation → … → answer. One loop for every engine.
+"""The agent loop: question → turns of reasoning and action → observation → … → answer. One loop for
+every engine.
 
-The environment says what an action returns, the engine writes the turns, and the loop keeps the record: ids, origins,
-log-probs and z, appended and never derived again from text. A trajectory goes on as soon as its turn has ended, and a new
-question takes the place of one that is answered, so that the engine's batch stays full until the last questions.
+The environment says what an action returns, the engine writes the turns, and the loop keeps the
+record: ids, origins, log-probs and z, appended and never derived again from text. A trajectory goes
+on as soon as its turn has ended, and a new question takes the place of one that is answered, so
+that the engine's batch stays full until the last questions.
 """
 
 from __future__ import annotations
@@ -21,15 +23,19 @@ from alar.rollout.engine import Engine, Sampling, TurnOutput, TurnRequest
 
 MODES = ("free", "think", "latent", "off")
 ModePlan = Callable[[int, int], str]  # (row, turn) → one of MODES
-QUORUM = 16  # finished turns are collected until they are one in so many slots: one call of the environment serves them
+# finished turns are collected until they are one in so many slots: one call of the environment
+# serves them
+QUORUM = 16
 
 
 class Environment(Protocol):
-    """A domain as the loop sees it. `final` actions end a trajectory; their argument is its prediction.
+    """A domain as the loop sees it. `final` actions end a trajectory; their argument is its
+    prediction.
 
-    A domain without final actions ends a trajectory by an observation's `end`, and the last turn that `max_turns` allows is acted
-    on too. An environment keeps no state between turns: what has happened is in `Turn.earlier`. It may have a method
-    `grade(trajectory)`: how right it is as a number, 1 for wholly, or None.
+    A domain without final actions ends a trajectory by an observation's `end`, and the last turn
+    that `max_turns` allows is acted on too. An environment keeps no state between turns: what has
+    happened is in `Turn.earlier`. It may have a method `grade(trajectory)`: how right it is as a
+    number, 1 for wholly, or None.
     """
 
     form: protocol.Form
@@ -58,15 +64,18 @@ def run(
 ) -> list[Trajectory]:
     """One trajectory for each question, in order.
 
-    `modes`: "free" lets the policy choose; "think" and "latent" force the open tag of every turn; "off" leaves `<latent>`
-    plain text (a base model); or a function of (row, turn). At most `batch_size` trajectories are under way at once; the
-    same `seed` gives the same ones whatever `batch_size` is, up to rounding. `first_row` is the row of the first question,
-    for calls that share the rows of one batch. `progress` wraps an iteration in which a step
-    is a finished trajectory.
+    `modes`: "free" lets the policy choose; "think" and "latent" force the open tag of every turn;
+    "off" leaves `<latent>` plain text (a base model); or a function of (row, turn). At most
+    `batch_size` trajectories are under way at once; the same `seed` gives the same ones whatever
+    `batch_size` is, up to rounding. `first_row` is the row of the first question, for calls that
+    share the rows of one batch. `progress` wraps an iteration in which a step is a finished
+    trajectory.
     """
     plan = modes if callable(modes) else lambda row, turn: modes
     if isinstance(modes, str) and modes not in MODES:
-        raise ValueError(f"modes {modes!r}: expected one of {', '.join(MODES)}, or a function of (row, turn)")
+        raise ValueError(
+            f"modes {modes!r}: expected one of {', '.join(MODES)}, or a function of (row, turn)"
+        )
     if batch_size < 1:
         raise ValueError(f"batch_size {batch_size}: expected at least one trajectory at a time")
     loop = _Loop(engine, environment, sampling, plan, max_turns, seed, first_row)
@@ -111,27 +120,41 @@ class _Loop:
             while live or asked < len(questions):
                 while asked < len(questions) and len(live) < slots:
                     row = self.first_row + asked
-                    live[row] = _Rollout(_start(questions[asked], self.engine, self.environment.form))
+                    live[row] = _Rollout(
+                        _start(questions[asked], self.engine, self.environment.form)
+                    )
                     entering.append(row)
                     asked += 1
-                self.engine.submit([self._request(row, live[row]) for row in entering], self.sampling)
+                self.engine.submit(
+                    [self._request(row, live[row]) for row in entering], self.sampling
+                )
                 ended = []
                 while self.engine.busy and len(ended) < quorum:
                     ended += self.engine.step()
-                entering = self._take_turns(live, [(request.session, output) for request, output in ended])
-                over = [request.session for request, _ in ended if live[request.session].trajectory.finish]
+                entering = self._take_turns(
+                    live, [(request.session, output) for request, output in ended]
+                )
+                over = [
+                    request.session
+                    for request, _ in ended
+                    if live[request.session].trajectory.finish
+                ]
                 self.engine.release(over)
                 for row in over:
                     yield row, self._judge(live.pop(row))
         finally:
             self.engine.release(list(live))
 
-    def _take_turns(self, live: dict[int, _Rollout], ended: list[tuple[int, TurnOutput]]) -> list[int]:
+    def _take_turns(
+        self, live: dict[int, _Rollout], ended: list[tuple[int, TurnOutput]]
+    ) -> list[int]:
         """Record the turns that ended and act on them; returns the rows that go on."""
         going: list[tuple[int, protocol.Turn]] = []
         for row, output in ended:
             rollout = live[row]
-            parsed = _record(rollout.trajectory, output, rollout.mode, self.engine, self.environment.form)
+            parsed = _record(
+                rollout.trajectory, output, rollout.mode, self.engine, self.environment.form
+            )
             rollout.latents.extend(output.latents)
             rollout.turns.append(parsed)
             if parsed.action in self.environment.final:
@@ -140,12 +163,20 @@ class _Loop:
                 rollout.trajectory.finish = "max_turns"
             else:
                 going.append((row, replace(parsed, earlier=tuple(rollout.turns[:-1]))))
-        acting = [(live[row].trajectory.question, parsed) for row, parsed in going if parsed.action is not None]
+        acting = [
+            (live[row].trajectory.question, parsed)
+            for row, parsed in going
+            if parsed.action is not None
+        ]
         form = self.environment.form
         found = iter(self.environment.observe(acting) if acting else ())
         for row, parsed in going:
             trajectory = live[row].trajectory
-            observation = next(found) if parsed.action is not None else Observation(form.invalid(parsed.problem))
+            observation = (
+                next(found)
+                if parsed.action is not None
+                else Observation(form.invalid(parsed.problem))
+            )
             if observation.text or not observation.end:
                 _observe(trajectory, observation, self.engine, form)
             if observation.end:
@@ -164,7 +195,14 @@ class _Loop:
         elif mode not in MODES:
             raise ValueError(f"mode {mode!r} for turn {turn}: expected one of {', '.join(MODES)}")
         seed = zlib.crc32(f"{self.seed} {row} {turn}".encode())
-        return TurnRequest(row, rollout.trajectory.ids, list(rollout.latents), forced, seed, allow_latent=mode != "off")
+        return TurnRequest(
+            row,
+            rollout.trajectory.ids,
+            list(rollout.latents),
+            forced,
+            seed,
+            allow_latent=mode != "off",
+        )
 
     def _judge(self, rollout: _Rollout) -> Trajectory:
         trajectory, latents = rollout.trajectory, rollout.latents
@@ -172,16 +210,26 @@ class _Loop:
         trajectory.latents = np.asarray(latents, dtype=np.float32).reshape(len(latents), width)
         if trajectory.prediction is not None:
             trajectory.correct = self.environment.correct(trajectory)
-            trajectory.grade = self.environment.grade(trajectory) if hasattr(self.environment, "grade") else None
+            trajectory.grade = (
+                self.environment.grade(trajectory) if hasattr(self.environment, "grade") else None
+            )
         return trajectory
 
 
 def _start(question: Question, engine: Engine, form: protocol.Form) -> Trajectory:
     ids = engine.codec.encode(form.prompt(question))
-    return Trajectory(question, ids, [int(Origin.PROMPT)] * len(ids), [float("nan")] * len(ids), np.zeros((0, 0), np.float32))
+    return Trajectory(
+        question,
+        ids,
+        [int(Origin.PROMPT)] * len(ids),
+        [float("nan")] * len(ids),
+        np.zeros((0, 0), np.float32),
+    )
 
 
-def _record(trajectory: Trajectory, output: TurnOutput, mode: str, engine: Engine, form: protocol.Form) -> protocol.Turn:
+def _record(
+    trajectory: Trajectory, output: TurnOutput, mode: str, engine: Engine, form: protocol.Form
+) -> protocol.Turn:
     """Append what was written, parse it, and note the turn."""
     start = len(trajectory.ids)
     trajectory.ids = trajectory.ids + output.ids
@@ -189,7 +237,12 @@ def _record(trajectory: Trajectory, output: TurnOutput, mode: str, engine: Engin
     trajectory.logprobs = trajectory.logprobs + output.logprobs
     parsed = form.parse(engine.codec.text(output.ids))
     if form.closing and output.finish == "length":
-        parsed = replace(parsed, action=None, well_formed=False, problem="the turn was cut at the limit of new tokens")
+        parsed = replace(
+            parsed,
+            action=None,
+            well_formed=False,
+            problem="the turn was cut at the limit of new tokens",
+        )
     trajectory.turns.append(
         TurnRecord(
             start,
@@ -206,7 +259,9 @@ def _record(trajectory: Trajectory, output: TurnOutput, mode: str, engine: Engin
     return parsed
 
 
-def _observe(trajectory: Trajectory, observation: Observation, engine: Engine, form: protocol.Form) -> None:
+def _observe(
+    trajectory: Trajectory, observation: Observation, engine: Engine, form: protocol.Form
+) -> None:
     ids = engine.codec.encode(form.observation(observation.text))
     if form.closing and ids[:1] == trajectory.ids[-1:]:
         ids = ids[1:]  # the policy closed its turn itself

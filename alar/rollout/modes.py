@@ -1,8 +1,9 @@
 """The exact probability of the latent mode at every turn: p(latent | state).
 
-Both open tags are scored by teacher forcing at the state before the turn's block and renormalised over the two. One
-forward pass scores all turns of a trajectory: the tags' pieces stand behind the sequence as branches, each of which
-sees the tokens before its turn and its own pieces, nothing else.
+Both open tags are scored by teacher forcing at the state before the turn's block and renormalised
+over the two. One forward pass scores all turns of a trajectory: the tags' pieces stand behind the
+sequence as branches, each of which sees the tokens before its turn and its own pieces, nothing
+else.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ def block_start(trajectory: Trajectory, turn: int, codec: Codec) -> int:
 def latent_probabilities(
     model, codec: Codec, trajectories: Sequence[Trajectory], *, cells: int = 2**21
 ) -> list[list[float]]:
-    """p(latent | state) for every turn of every trajectory, states as recorded (with their recorded z).
+    """p(latent | state) for every turn of every trajectory, states as recorded (with their recorded
+    z).
 
-    Trajectories of similar lengths share a forward pass whose (B, T, T) mask has about `cells` entries at most.
+    Trajectories of similar lengths share a forward pass whose (B, T, T) mask has about `cells`
+    entries at most.
     """
     results: list[list[float]] = [[] for _ in trajectories]
     order = sorted(range(len(trajectories)), key=lambda i: len(trajectories[i].ids), reverse=True)
@@ -66,13 +69,19 @@ def _score(model, codec: Codec, batch: Sequence[Trajectory]) -> list[list[float]
     width = max(len(row[0]) for row in rows)
 
     def table(column: int, fill: int) -> torch.Tensor:
-        return torch.tensor([row[column] + [fill] * (width - len(row[column])) for row in rows], device=device)
+        return torch.tensor(
+            [row[column] + [fill] * (width - len(row[column])) for row in rows], device=device
+        )
 
     ids, positions, limits, branch = table(0, 0), table(1, 0), table(2, -1), table(3, -2)
     index = torch.arange(width, device=device)
     main = torch.tensor([row[5] for row in rows], device=device)
     context = (index[None, None] <= limits[:, :, None]) & (index[None, None] < main[:, None, None])
-    same = (branch[:, :, None] == branch[:, None, :]) & (branch[:, :, None] >= 0) & (index[None, None] <= index[None, :, None])
+    same = (
+        (branch[:, :, None] == branch[:, None, :])
+        & (branch[:, :, None] >= 0)
+        & (index[None, None] <= index[None, :, None])
+    )
     mask = context | same | torch.eye(width, dtype=torch.bool, device=device)[None]
     embeddings = model.get_input_embeddings()(ids)
     if codec.latent_token_id is not None:

@@ -14,16 +14,20 @@ COLOURS = {"loss": "#CDEBDF", "latent": "#CBE1F2", "context": "white"}
 
 
 def coloured(example: Example, codec: Codec) -> HTML:
-    """The text of an example: green where the loss is, blue where a latent or a mirror is fed, white for everything else."""
+    """The text of an example: green where the loss is, blue where a latent or a mirror is fed,
+    white for everything else."""
 
     def kind(pair: tuple[int, int]) -> str:
         token, label = pair
-        if token == codec.latent_token_id or (codec.dual is not None and codec.dual.is_mirror(token)):
+        if token == codec.latent_token_id or (
+            codec.dual is not None and codec.dual.is_mirror(token)
+        ):
             return "latent"
         return "context" if label == -100 else "loss"
 
     spans = [
-        f"<span style='background:{COLOURS[name]}'>{html.escape(codec.text([token for token, _ in run]))}</span>"
+        "<span"
+        f" style='background:{COLOURS[name]}'>{html.escape(codec.text([token for token, _ in run]))}</span>"
         for name, run in groupby(zip(example.ids, example.labels), kind)
     ]
     return HTML(f"<pre style='white-space:pre-wrap'>{''.join(spans)}</pre>")

@@ -1,10 +1,11 @@
 """One model over several processes: FSDP2, with or without LoRA.
 
-    torchrun --nproc-per-node 8 -m alar.train 03_aasd -f runs/paper/search/executed/03_aasd.params.yaml
+    torchrun --nproc-per-node 8 -m alar.study.train_stage 03_aasd -f
+    runs/paper/search/executed/03_aasd.params.yaml
 
-Every decoder layer is a unit whose weights are gathered when it is called; embedding, norm and head are the root's. The
-projector is a unit of its own, in float32 even where the trunk computes in bfloat16. `alar.model.latent` sees to it that
-all ranks make the same calls.
+Every decoder layer is a unit whose weights are gathered when it is called; embedding, norm and head
+are the root's. The projector is a unit of its own, in float32 even where the trunk computes in
+bfloat16. `alar.model.latent` sees to it that all ranks make the same calls.
 """
 
 from __future__ import annotations
@@ -31,30 +32,36 @@ def rank() -> int:
 
 
 def shard(model, device: torch.device | str, compute_dtype: torch.dtype | None = None):
-    """Shard a latent model, wrapped by peft or not, over all processes, in place; the weights move to `device`.
+    """Shard a latent model, wrapped by peft or not, over all processes, in place; the weights move
+    to `device`.
 
-    All processes hold the same weights before. `compute_dtype` (None: as stored) is the trunk's in the calls; the shards
-    that are optimised keep their dtype. Call the model itself afterwards, with labels: its parts have no weights outside.
+    All processes hold the same weights before. `compute_dtype` (None: as stored) is the trunk's in
+    the calls; the shards that are optimised keep their dtype. Call the model itself afterwards,
+    with labels: its parts have no weights outside.
     """
     mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype)
     trunk = (model.get_base_model() if isinstance(model, PeftModel) else model).model
     for layer in trunk.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(trunk.projector, mesh=mesh, reshard_after_forward=False)  # small, and called K times per block
+    fully_shard(
+        trunk.projector, mesh=mesh, reshard_after_forward=False
+    )  # small, and called K times per block
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 
 def sharded_copy(model, device: torch.device | str, compute_dtype: torch.dtype | None = None):
-    """A sharded copy for the Trainer to train; `collect` brings its weights back. The original stays on the CPU."""
+    """A sharded copy for the Trainer to train; `collect` brings its weights back. The original
+    stays on the CPU."""
     copied = shard(copy.deepcopy(model), device, compute_dtype)
     copied._is_accelerate_prepared = True  # accelerate would wrap it once more, in DDP
     return copied
 
 
 def collect(sharded, model) -> None:
-    """Copy the whole weights of `sharded` into the plain `model`, in every process, one parameter at a time."""
+    """Copy the whole weights of `sharded` into the plain `model`, in every process, one parameter
+    at a time."""
     targets = dict(model.named_parameters())
     for name, parameter in sharded.named_parameters():
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

@@ -1,8 +1,9 @@
-"""Trajectories → training examples: ids, the loss mask from token origins, and batches of similar shape.
+"""Trajectories → training examples: ids, the loss mask from token origins, and batches of similar
+shape.
 
-AASD (arXiv 2606.02871) replaces every chain of thought of a successful teacher trajectory by a latent block and keeps the
-actions; the mode warm-up flips a coin per turn. Only SAMPLED tokens carry loss: never the prompt, an observation, a latent
-position or the forced pieces of `</latent>`.
+AASD (arXiv 2606.02871) replaces every chain of thought of a successful teacher trajectory by a
+latent block and keeps the actions; the mode warm-up flips a coin per turn. Only SAMPLED tokens
+carry loss: never the prompt, an observation, a latent position or the forced pieces of `</latent>`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def labels_from_origins(ids: Sequence[int], origins: Sequence[int]) -> list[int]
 def rewrite(trajectory: Trajectory, codec: Codec, latent_turns: Sequence[bool]) -> Example:
     """The trajectory with the chain of thought of the marked turns replaced by a latent block."""
     if len(latent_turns) != len(trajectory.turns):
-        raise ValueError(f"{len(latent_turns)} modes for {len(trajectory.turns)} turns of {trajectory.question.id}")
+        raise ValueError(
+            f"{len(latent_turns)} modes for {len(trajectory.turns)} turns of"
+            f" {trajectory.question.id}"
+        )
     ids, origins, cursor = [], [], 0
     for number, (turn, latent) in enumerate(zip(trajectory.turns, latent_turns)):
         ids += trajectory.ids[cursor : turn.start]
@@ -39,7 +43,10 @@ def rewrite(trajectory: Trajectory, codec: Codec, latent_turns: Sequence[bool]) 
         if latent:
             written, marks = codec.latent_turn(turn.action, turn.argument, first=number == 0)
         else:
-            written, marks = trajectory.ids[turn.start : turn.end], [Origin.SAMPLED] * (turn.end - turn.start)
+            written, marks = (
+                trajectory.ids[turn.start : turn.end],
+                [Origin.SAMPLED] * (turn.end - turn.start),
+            )
         ids += written
         origins += marks
         cursor = turn.end
@@ -51,17 +58,22 @@ def aasd_examples(trajectories: Sequence[Trajectory], codec: Codec) -> list[Exam
     return [rewrite(item, codec, [True] * len(item.turns)) for item in usable(trajectories)]
 
 
-def warmup_examples(trajectories: Sequence[Trajectory], codec: Codec, probability: float, seed: int) -> list[Example]:
+def warmup_examples(
+    trajectories: Sequence[Trajectory], codec: Codec, probability: float, seed: int
+) -> list[Example]:
     """Each turn latent with `probability`, else the teacher's text."""
     rng = random.Random(f"mode warm-up {seed}")
     return [
-        rewrite(item, codec, [rng.random() < probability for _ in item.turns]) for item in usable(trajectories)
+        rewrite(item, codec, [rng.random() < probability for _ in item.turns])
+        for item in usable(trajectories)
     ]
 
 
 def at_most(examples: Sequence[Example], count: int, seed: int) -> list[Example]:
     """`count` of them, drawn at random; all where there are no more, or `count` is 0."""
-    return random.Random(seed).sample(examples, count) if 0 < count < len(examples) else list(examples)
+    return (
+        random.Random(seed).sample(examples, count) if 0 < count < len(examples) else list(examples)
+    )
 
 
 def usable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
@@ -69,8 +81,8 @@ def usable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     kept = [item for item in trajectories if item.correct and item.well_formed]
     if not kept:
         raise ValueError(
-            f"none of the {len(trajectories)} trajectories is correct and well formed: there is nothing to imitate; "
-            "look at the teacher's accuracy in notebook 02"
+            f"none of the {len(trajectories)} trajectories is correct and well formed: there is"
+            " nothing to imitate; look at the teacher's accuracy in notebook 02"
         )
     return kept
 
@@ -87,19 +99,29 @@ def collate(examples: Sequence[Example], pad_token_id: int) -> dict[str, torch.T
 
 
 class SimilarBatches:
-    """Batch sampler: shuffled, but each batch holds examples with equally many blocks and similar lengths.
+    """Batch sampler: shuffled, but each batch holds examples with equally many blocks and similar
+    lengths.
 
-    The latent steps of a batch run together, one call for all rows: with equally many blocks none of them runs for a few
-    rows only, and similar lengths keep the tables narrow. Similar are the examples of one pool, so many batches; with a pool
-    of one they are mixed as they come, and a batch is not of one kind where similar examples are.
+    The latent steps of a batch run together, one call for all rows: with equally many blocks none
+    of them runs for a few rows only, and similar lengths keep the tables narrow. Similar are the
+    examples of one pool, so many batches; with a pool of one they are mixed as they come, and a
+    batch is not of one kind where similar examples are.
 
-    Of several processes, each draws the same global batches, `batch_size` times `processes` similar examples, and yields
-    every `processes`-th example of them, from number `rank` on: all make the same number of steps, on rows that differ
-    little. Where the last examples do not suffice for all, a process without one repeats the first.
+    Of several processes, each draws the same global batches, `batch_size` times `processes` similar
+    examples, and yields every `processes`-th example of them, from number `rank` on: all make the
+    same number of steps, on rows that differ little. Where the last examples do not suffice for
+    all, a process without one repeats the first.
     """
 
     def __init__(
-        self, examples: Sequence[Example], batch_size: int, seed: int, pool: int = 16, *, rank: int = 0, processes: int = 1
+        self,
+        examples: Sequence[Example],
+        batch_size: int,
+        seed: int,
+        pool: int = 16,
+        *,
+        rank: int = 0,
+        processes: int = 1,
     ):
         self.shapes = [(example.num_blocks, len(example.ids)) for example in examples]
         self.batch_size, self.seed, self.pool, self.epoch = batch_size * processes, seed, pool, 0
@@ -117,7 +139,9 @@ class SimilarBatches:
         rng.shuffle(order)
         batches = []
         for start in range(0, len(order), self.batch_size * self.pool):
-            pool = sorted(order[start : start + self.batch_size * self.pool], key=self.shapes.__getitem__)
+            pool = sorted(
+                order[start : start + self.batch_size * self.pool], key=self.shapes.__getitem__
+            )
             batches += [pool[i : i + self.batch_size] for i in range(0, len(pool), self.batch_size)]
         rng.shuffle(batches)
         self.epoch += 1

@@ -1,8 +1,9 @@
-"""Pretraining of an embedded base model: a tokenizer and a small Qwen2 (search) or Qwen3 (tool) from explicit trajectories.
+"""Pretraining of an embedded base model: a tokenizer and a small Qwen2 (search) or Qwen3 (tool)
+from explicit trajectories.
 
-In search every trajectory asks about a counterfactual world of its own, with passages from the real retriever; in the tool
-domain it calls functions that are really run. All reason in text; the loss covers what the policy writes. Repeated by
-`params/laptop-from-scratch.yaml`.
+In search every trajectory asks about a counterfactual world of its own, with passages from the real
+retriever; in the tool domain it calls functions that are really run. All reason in text; the loss
+covers what the policy writes. Repeated by `params/laptop-from-scratch.yaml`.
 """
 
 from __future__ import annotations
@@ -17,42 +18,54 @@ from typing import Literal
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from alar import protocol
-from alar.jsonl import replacing
+from alar.domains.search import questions
+from alar.domains.search.retriever import build
+from alar.domains.search.world import world
+from alar.domains.tool.protocol import TOOL
+from alar.files import replacing
 from alar.model.checkpoints import usual_device
 from alar.rollout.codec import Codec
-from alar.search import questions
-from alar.search.retriever import build
-from alar.search.world import world
-from alar.tool import pretraining as tool
-from alar.tool.protocol import TOOL
+from alar.train import pretrain_tool as tool
 
 # The pre-tokenizer of Qwen2.5 and Qwen3: digits one by one, words with their leading space.
 QWEN_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # What takes longest to learn comes most often; arithmetic is two skills in one type.
 MIXTURE = ("single", "bridge", "comparison", "comparison", "arithmetic", "arithmetic", "arithmetic")
-LEAST_FREQUENT = {"search": 0, "tool": 40}  # occurrences of a piece; the tool domain's made-up words would else be pieces
+LEAST_FREQUENT = {
+    "search": 0,
+    "tool": 40,
+}  # occurrences of a piece; the tool domain's made-up words would else be pieces
 SPARE_ROWS = 16  # of the embedding table; the first becomes the latent token
 HEAD_SIZE = 32
 SAVE_EVERY = 200  # steps
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content"
+    " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 @dataclass(frozen=True)
 class PretrainConfig:
-    """Sizes (heads of 32, two queries per key) and schedule: warm-up, then a constant rate, then a linear decay over the last
-    `decay_fraction` of the steps.
+    """Sizes (heads of 32, two queries per key) and schedule: warm-up, then a constant rate, then a
+    linear decay over the last `decay_fraction` of the steps.
 
-    A batch is made of `parts` groups of trajectories, each of similar lengths. One group alone would hold one type of question:
-    every step would move what the types differ in, such as whether any function fits, towards the type of the moment.
+    A batch is made of `parts` groups of trajectories, each of similar lengths. One group alone
+    would hold one type of question: every step would move what the types differ in, such as whether
+    any function fits, towards the type of the moment.
     """
 
     steps: int = 3300
@@ -73,7 +86,8 @@ class PretrainConfig:
     def __post_init__(self):
         if self.batch_size % self.parts:
             raise ValueError(
-                f"pretrain.batch_size is {self.batch_size}: a batch is made of {self.parts} equal parts, so give a multiple"
+                f"pretrain.batch_size is {self.batch_size}: a batch is made of {self.parts} equal"
+                " parts, so give a multiple"
             )
 
     @property
@@ -81,8 +95,11 @@ class PretrainConfig:
         return TOOL if self.domain == "tool" else protocol.SEARCH
 
 
-def solved_texts(world_name: str, count: int, seed: int, topk: int) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
-    """(question, [(thought, action text, observation)]) of questions whose passages the retriever does find."""
+def solved_texts(
+    world_name: str, count: int, seed: int, topk: int
+) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+    """(question, [(thought, action text, observation)]) of questions whose passages the retriever
+    does find."""
     solved = questions.solved_questions(world_name, count, seed, MIXTURE)
     retriever = build("tfidf", passages=world(world_name).passages())
     queries = [step.argument for item in solved for step in item.steps if step.action == "search"]
@@ -101,9 +118,11 @@ def solved_texts(world_name: str, count: int, seed: int, topk: int) -> Iterator[
 
 
 def train_tokenizer(config: PretrainConfig) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with Qwen's pre-tokenizer. Open tags are left out of the training text, so that `<latent>` keeps
-    three pieces, as in Qwen's own vocabulary."""
-    texts = list(tool.texts(6000, config.seed) if config.domain == "tool" else _search_texts(config))
+    """Byte-level BPE with Qwen's pre-tokenizer. Open tags are left out of the training text, so
+    that `<latent>` keeps three pieces, as in Qwen's own vocabulary."""
+    texts = list(
+        tool.texts(6000, config.seed) if config.domain == "tool" else _search_texts(config)
+    )
     texts.extend([protocol.LATENT_CLOSE + "\n\n"] * 2000)
     for tag in ("think", "latent", "search", "answer", "information"):
         texts = [text.replace(f"<{tag}>", "\n") for text in texts]
@@ -126,7 +145,10 @@ def train_tokenizer(config: PretrainConfig) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
@@ -138,13 +160,19 @@ def _search_texts(config: PretrainConfig) -> Iterator[str]:
         for question, turns in solved_texts(name, 1500, config.seed, config.topk):
             yield protocol.prompt_text(question)
             for thought, action, argument, observation in turns:
-                yield f"{protocol.think_block(thought)}\n\n{protocol.action_text(action, argument)}{observation}"
+                yield (
+                    f"{protocol.think_block(thought)}\n\n{protocol.action_text(action, argument)}{observation}"
+                )
 
 
-def build_model(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM | Qwen3ForCausalLM:
+def build_model(
+    config: PretrainConfig, tokenizer: PreTrainedTokenizerFast
+) -> Qwen2ForCausalLM | Qwen3ForCausalLM:
     torch.manual_seed(config.seed)
     tool_domain = config.domain == "tool"
-    config_class, model_class = (Qwen3Config, Qwen3ForCausalLM) if tool_domain else (Qwen2Config, Qwen2ForCausalLM)
+    config_class, model_class = (
+        (Qwen3Config, Qwen3ForCausalLM) if tool_domain else (Qwen2Config, Qwen2ForCausalLM)
+    )
     return model_class(
         config_class(
             vocab_size=config.vocabulary,
@@ -178,11 +206,14 @@ def encode_trajectory(codec: Codec, question: str, turns) -> tuple[list[int], li
     return ids, labels
 
 
-def batches(codec: Codec, config: PretrainConfig, first: tuple[int, int] = (0, 0)) -> Iterator[tuple]:
-    """Endless ((world, part), ids, labels) of parts of batches, right-padded (B, T), one world after another, from `first` on.
+def batches(
+    codec: Codec, config: PretrainConfig, first: tuple[int, int] = (0, 0)
+) -> Iterator[tuple]:
+    """Endless ((world, part), ids, labels) of parts of batches, right-padded (B, T), one world
+    after another, from `first` on.
 
-    Each part holds trajectories of similar lengths; they depend on the world's number and the seed alone. In the tool
-    domain a "world" is so many requests.
+    Each part holds trajectories of similar lengths; they depend on the world's number and the seed
+    alone. In the tool domain a "world" is so many requests.
     """
     pad, (number, skipped) = codec.tokenizer.pad_token_id, first
     while True:
@@ -201,7 +232,9 @@ def batches(codec: Codec, config: PretrainConfig, first: tuple[int, int] = (0, 0
         number, skipped = number + 1, 0
 
 
-def _encoded(codec: Codec, config: PretrainConfig, number: int) -> Iterator[tuple[list[int], list[int]]]:
+def _encoded(
+    codec: Codec, config: PretrainConfig, number: int
+) -> Iterator[tuple[list[int], list[int]]]:
     if config.domain == "tool":
         for item in tool.solved(number, config.questions_per_world, config.seed):
             yield tool.encode(codec, item)
@@ -212,18 +245,24 @@ def _encoded(codec: Codec, config: PretrainConfig, number: int) -> Iterator[tupl
 
 
 def policy_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross-entropies of the labelled tokens. Right padding needs no mask under causal attention."""
+    """Sum of the cross-entropies of the labelled tokens. Right padding needs no mask under causal
+    attention."""
     hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]  # (B, T-1, H)
     targets = labels[:, 1:]
     scored = targets != -100
-    return torch.nn.functional.cross_entropy(model.lm_head(hidden[scored]), targets[scored], reduction="sum")
+    return torch.nn.functional.cross_entropy(
+        model.lm_head(hidden[scored]), targets[scored], reduction="sum"
+    )
 
 
-def pretrain(folder: str | Path, config: PretrainConfig, *, log=None) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
+def pretrain(
+    folder: str | Path, config: PretrainConfig, *, log=None
+) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
     """Train tokenizer and model, save both in `folder` with `training.jsonl`.
 
-    Every `SAVE_EVERY` steps `folder`/resume.pt is replaced; a later call with the same config goes on from there, over the same
-    batches. The tokenizer and the weights in `folder` are usable from the first of these moments on.
+    Every `SAVE_EVERY` steps `folder`/resume.pt is replaced; a later call with the same config goes
+    on from there, over the same batches. The tokenizer and the weights in `folder` are usable from
+    the first of these moments on.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -236,18 +275,27 @@ def pretrain(folder: str | Path, config: PretrainConfig, *, log=None) -> tuple[Q
     device = usual_device()
     model, codec = build_model(config, tokenizer).to(device), Codec(tokenizer, form=config.form)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=config.weight_decay
+        model.parameters(),
+        lr=config.learning_rate,
+        betas=(0.9, 0.98),
+        weight_decay=config.weight_decay,
     )
     done, tokens, seconds, rows, place = 0, 0, 0.0, [], (0, -1)
     if resume.exists():
         state = torch.load(resume, weights_only=True)
         if state["config"] != asdict(config):
             raise ValueError(
-                f"{resume}: was made with another config ({state['config']}); remove the folder to start anew"
+                f"{resume}: was made with another config ({state['config']}); remove the folder to"
+                " start anew"
             )
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        done, tokens, seconds, rows = state["step"], state["tokens"], state["seconds"], state["rows"]
+        done, tokens, seconds, rows = (
+            state["step"],
+            state["tokens"],
+            state["seconds"],
+            state["rows"],
+        )
         place = tuple(state["place"])
     losses: list[float] = []
     started = time.perf_counter() - seconds
@@ -275,13 +323,25 @@ def pretrain(folder: str | Path, config: PretrainConfig, *, log=None) -> tuple[Q
             row = {"step": step, "loss": round(sum(losses) / len(losses), 5), "learning_rate": rate}
             rows.append(row | {"tokens": tokens, "seconds": seconds})
             losses = []
-            (folder / "training.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+            (folder / "training.jsonl").write_text(
+                "".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8"
+            )
             if log:
                 log(rows[-1])
         if step % SAVE_EVERY == 0 or step == config.steps:
             model.save_pretrained(folder)
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "config": asdict(config)}
-            where = {"step": step, "place": place, "tokens": tokens, "seconds": seconds, "rows": rows}
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "config": asdict(config),
+            }
+            where = {
+                "step": step,
+                "place": place,
+                "tokens": tokens,
+                "seconds": seconds,
+                "rows": rows,
+            }
             with replacing(resume) as aside:
                 torch.save(state | where, aside)
     return model, tokenizer

@@ -1,7 +1,9 @@
-"""Supervised stages (AASD and mode warm-up) on transformers' Trainer, with LoRA from peft or all weights.
+"""Supervised stages (AASD and mode warm-up) on transformers' Trainer, with LoRA from peft or all
+weights.
 
-The projector is always trained in full, in float32. What comes back is an ordinary latent model: LoRA is merged.
-Under torchrun the weights are sharded over the processes (`alar.train.distributed`).
+The projector is always trained in full, in float32. What comes back is an ordinary latent model:
+LoRA is merged. Under torchrun the weights are sharded over the processes
+(`alar.train.distributed`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ TRAINABLE = ("lora", "full", "rows", "lora+rows")
 
 @dataclass(frozen=True)
 class SupervisedConfig:
-    """Published values as defaults, but for the batch: 16 per device, one epoch, cosine with 3 % warm-up.
+    """Published values as defaults, but for the batch: 16 per device, one epoch, cosine with 3 %
+    warm-up.
 
     `batch_size` is that of one process: a step of P processes is over P times as many examples.
     """
@@ -40,19 +43,28 @@ class SupervisedConfig:
     trainable: str = "lora"  # "lora" | "full", and of a dual vocabulary: "rows" | "lora+rows"
     lora_rank: int = 16
     lora_alpha: int = 32
-    batch_pool: int = 16  # batches among which examples of similar shape are put together; 1: batches as they come
+    # batches among which examples of similar shape are put together; 1: batches as they come
+    batch_pool: int = 16
     seed: int = 0
 
     def steps(self, examples: int, processes: int = 1) -> int:
         """Optimiser steps for so many examples."""
-        return max(1, round(self.epochs * examples / (self.batch_size * self.gradient_accumulation * processes)))
+        return max(
+            1,
+            round(
+                self.epochs * examples / (self.batch_size * self.gradient_accumulation * processes)
+            ),
+        )
 
 
-def trainable_model(model, trainable: str, *, lora_rank: int, lora_alpha: int, train_projector: bool = True):
-    """Mark what trains: LoRA on q, k, v, o ("lora") or every weight ("full"); the projector by `train_projector`.
+def trainable_model(
+    model, trainable: str, *, lora_rank: int, lora_alpha: int, train_projector: bool = True
+):
+    """Mark what trains: LoRA on q, k, v, o ("lora") or every weight ("full"); the projector by
+    `train_projector`.
 
-    Of a dual vocabulary, "rows" trains the latent rows of embedding and head alone, "lora+rows" both. Visible rows are no
-    parameters then: neither gradient nor weight decay reaches them.
+    Of a dual vocabulary, "rows" trains the latent rows of embedding and head alone, "lora+rows"
+    both. Visible rows are no parameters then: neither gradient nor weight decay reaches them.
     """
     if trainable not in TRAINABLE:
         raise ValueError(f"trainable {trainable!r}: expected one of {', '.join(TRAINABLE)}")
@@ -82,9 +94,15 @@ def _latent_rows(model) -> dict[str, list[int]]:
     """Module name → latent rows; a head that is tied to the embedding follows it."""
     dual = getattr(model, "dual_vocab", None)
     if dual is None:
-        raise ValueError("trainable names latent rows, but this model has no dual vocabulary; use 'lora' or 'full'")
+        raise ValueError(
+            "trainable names latent rows, but this model has no dual vocabulary; use 'lora' or"
+            " 'full'"
+        )
     tied = model.config.tie_word_embeddings
-    return {name: list(range(dual.V, dual.V + dual.L)) for name in (["embed_tokens"] if tied else ["embed_tokens", "lm_head"])}
+    return {
+        name: list(range(dual.V, dual.V + dual.L))
+        for name in (["embed_tokens"] if tied else ["embed_tokens", "lm_head"])
+    }
 
 
 def merged(model):
@@ -95,13 +113,17 @@ def merged(model):
 class LatentTrainer(Trainer):
     """Trainer with batches of similar shape; the loss is the model's own."""
 
-    def __init__(self, *args, examples: Sequence[Example], latent_gradient: str, batch_pool: int, **kwargs):
+    def __init__(
+        self, *args, examples: Sequence[Example], latent_gradient: str, batch_pool: int, **kwargs
+    ):
         super().__init__(*args, **kwargs)
         self.examples, self.latent_gradient, self.batch_pool = examples, latent_gradient, batch_pool
 
     def get_train_dataloader(self) -> DataLoader:
         share = {"rank": self.args.process_index, "processes": self.args.world_size}
-        sampler = SimilarBatches(self.examples, self.args.train_batch_size, self.args.seed, self.batch_pool, **share)
+        sampler = SimilarBatches(
+            self.examples, self.args.train_batch_size, self.args.seed, self.batch_pool, **share
+        )
         return DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -142,14 +164,17 @@ def train(
 ):
     """Train a model, latent or not, on `examples`; returns it, merged and in eval mode.
 
-    Examples longer than the model's positions, or without a token to learn, are refused rather than cut: a cut could
-    fall inside a latent block. Called by every process of a torchrun, it trains one model and gives it to all of them;
-    `compute_dtype` is then the trunk's in the calls (None: as stored), and the first process logs.
+    Examples longer than the model's positions, or without a token to learn, are refused rather than
+    cut: a cut could fall inside a latent block. Called by every process of a torchrun, it trains
+    one model and gives it to all of them; `compute_dtype` is then the trunk's in the calls (None:
+    as stored), and the first process logs.
     """
     limit = model.config.max_position_embeddings
     for number, example in enumerate(examples):
         if len(example.ids) > limit:
-            raise ValueError(f"example {number} has {len(example.ids)} tokens, the model has {limit} positions")
+            raise ValueError(
+                f"example {number} has {len(example.ids)} tokens, the model has {limit} positions"
+            )
         if all(label == -100 for label in example.labels):
             raise ValueError(f"example {number} has no token that carries loss")
     torch.manual_seed(config.seed)
@@ -161,7 +186,8 @@ def train(
     with tempfile.TemporaryDirectory() as scratch:
         arguments = TrainingArguments(
             output_dir=scratch,
-            use_cpu=processes > 1 and not torch.cuda.is_available(),  # or accelerate would not join the processes
+            use_cpu=processes > 1
+            and not torch.cuda.is_available(),  # or accelerate would not join the processes
             per_device_train_batch_size=config.batch_size,
             gradient_accumulation_steps=config.gradient_accumulation,
             max_steps=steps,
@@ -178,8 +204,12 @@ def train(
             dataloader_num_workers=0,
         )
         if processes == 1 and arguments.n_gpu > 1:
-            arguments._n_gpu = 1  # or the Trainer would spread each batch over all GPUs with DataParallel
-        trained = sharded_copy(wrapped, arguments.device, compute_dtype) if processes > 1 else wrapped
+            arguments._n_gpu = (
+                1  # or the Trainer would spread each batch over all GPUs with DataParallel
+            )
+        trained = (
+            sharded_copy(wrapped, arguments.device, compute_dtype) if processes > 1 else wrapped
+        )
         trainer = LatentTrainer(
             trained,
             arguments,

@@ -1,4 +1,5 @@
-"""Trajectories as figures: time line, tokens coloured by origin, and the same question under several checkpoints."""
+"""Trajectories as figures: time line, tokens coloured by origin, and the same question under
+several checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ MONO = "DejaVu Sans Mono"
 
 
 @styled
-def trajectory(shown: Trajectory, codec: Codec, *, p_latent: Sequence[float] | None = None) -> tuple[Figure, pd.DataFrame]:
+def trajectory(
+    shown: Trajectory, codec: Codec, *, p_latent: Sequence[float] | None = None
+) -> tuple[Figure, pd.DataFrame]:
     """The time line of one trajectory above its tokens, and a table of the time line's stretches.
 
     `p_latent` is p(latent | state) of every turn, from `alar.rollout.modes.latent_probabilities`.
@@ -31,16 +34,23 @@ def trajectory(shown: Trajectory, codec: Codec, *, p_latent: Sequence[float] | N
     line, text = figure.subplots(2, 1, height_ratios=[0.55, 0.115 * len(lines)])
     _bar(line, shown, p_latent)
     mark = "correct" if shown.correct else f"wrong, expected {' | '.join(shown.question.answers)}"
-    line.set_title(drawable(shortened(f"{shown.question.text} → {shown.prediction} ({mark})", 120)), parse_math=False)
+    line.set_title(
+        drawable(shortened(f"{shown.question.text} → {shown.prediction} ({mark})", 120)),
+        parse_math=False,
+    )
     _tokens(text, lines)
-    handles = [Patch(facecolor=back, edgecolor=GREY, linewidth=0.4, label=ORIGIN_NAMES[origin])
-               for origin, (back, _) in ORIGIN_COLOURS.items()]
+    handles = [
+        Patch(facecolor=back, edgecolor=GREY, linewidth=0.4, label=ORIGIN_NAMES[origin])
+        for origin, (back, _) in ORIGIN_COLOURS.items()
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return figure, stretches(shown, p_latent)
 
 
 @styled
-def comparison(systems: Mapping[str, Trajectory], p_latent: Mapping[str, Sequence[float]] | None = None):
+def comparison(
+    systems: Mapping[str, Trajectory], p_latent: Mapping[str, Sequence[float]] | None = None
+):
     """One question as several systems answered it: a time line each, on a common scale."""
     figure = new_figure(PAGE, 0.5 + 0.8 * len(systems))
     grid = figure.subplots(len(systems), 1, sharex=True, squeeze=False)[:, 0]
@@ -63,36 +73,70 @@ def stretches(shown: Trajectory, p_latent: Sequence[float] | None = None) -> pd.
     rows = []
     for stretch in timeline(shown):
         turn = shown.turns[stretch.turn] if stretch.turn >= 0 else None
-        rows.append({
-            "question_id": shown.question.id,
-            "start": stretch.start,
-            "tokens": stretch.end - stretch.start,
-            "kind": stretch.kind,
-            "turn": stretch.turn + 1,
-            "p_latent": p_latent[stretch.turn] if turn and p_latent is not None else float("nan"),
-            "action": f"{turn.action}: {turn.argument}" if turn and turn.action else "",
-        })
+        rows.append(
+            {
+                "question_id": shown.question.id,
+                "start": stretch.start,
+                "tokens": stretch.end - stretch.start,
+                "kind": stretch.kind,
+                "turn": stretch.turn + 1,
+                "p_latent": (
+                    p_latent[stretch.turn] if turn and p_latent is not None else float("nan")
+                ),
+                "action": f"{turn.action}: {turn.argument}" if turn and turn.action else "",
+            }
+        )
     return pd.DataFrame(rows)
 
 
 def _bar(axes, shown: Trajectory, p_latent: Sequence[float] | None) -> None:
-    """Stretches side by side, labelled where there is room, with the action of every turn underneath."""
+    """Stretches side by side, labelled where there is room, with the action of every turn
+    underneath."""
     axes.set(ylim=(-0.1, 1), yticks=[], xlim=(0, len(shown.ids)))
     axes.grid(False)
     axes.spines["left"].set_visible(False)
     for stretch in timeline(shown):
         length = stretch.end - stretch.start
         colour = STRETCH_COLOURS.get(stretch.kind, GREY)
-        axes.add_patch(Rectangle((stretch.start, 0.42), length, 0.5, facecolor=colour, edgecolor="white", linewidth=0.8))
-        label, ink = (stretch.kind, BLACK) if stretch.turn < 0 else (f"{stretch.turn + 1} {stretch.kind}", "white")
+        axes.add_patch(
+            Rectangle(
+                (stretch.start, 0.42),
+                length,
+                0.5,
+                facecolor=colour,
+                edgecolor="white",
+                linewidth=0.8,
+            )
+        )
+        label, ink = (
+            (stretch.kind, BLACK)
+            if stretch.turn < 0
+            else (f"{stretch.turn + 1} {stretch.kind}", "white")
+        )
         if length > 0.007 * len(label) * len(shown.ids):
-            axes.text(stretch.start + length / 2, 0.67, label, ha="center", va="center", fontsize=5.8, color=ink)
+            axes.text(
+                stretch.start + length / 2,
+                0.67,
+                label,
+                ha="center",
+                va="center",
+                fontsize=5.8,
+                color=ink,
+            )
         if stretch.turn >= 0:
             turn = shown.turns[stretch.turn]
             said = f"{turn.action or 'no action'}: {turn.argument}" if turn.action else "no action"
             chance = "" if p_latent is None else f"p(latent) {p_latent[stretch.turn]:.2f}\n"
             said = chance + shortened(said, 34)
-            axes.text(stretch.start, 0.37, drawable(said), va="top", fontsize=5, color=GREY, parse_math=False)
+            axes.text(
+                stretch.start,
+                0.37,
+                drawable(said),
+                va="top",
+                fontsize=5,
+                color=GREY,
+                parse_math=False,
+            )
 
 
 def _tokens(axes, lines: list[list[tuple[Piece, str]]]) -> None:
@@ -102,14 +146,33 @@ def _tokens(axes, lines: list[list[tuple[Piece, str]]]) -> None:
         column = 0
         for piece, text in line:
             back, ink = ORIGIN_COLOURS[piece.origin]
-            axes.add_patch(Rectangle((column, row + 0.04), len(text), 0.92, facecolor=back, edgecolor="white", linewidth=0.5))
-            axes.text(column + len(text) / 2, row + 0.5, text, family=MONO, fontsize=4.9, color=ink, ha="center", va="center",
-                      parse_math=False)
+            axes.add_patch(
+                Rectangle(
+                    (column, row + 0.04),
+                    len(text),
+                    0.92,
+                    facecolor=back,
+                    edgecolor="white",
+                    linewidth=0.5,
+                )
+            )
+            axes.text(
+                column + len(text) / 2,
+                row + 0.5,
+                text,
+                family=MONO,
+                fontsize=4.9,
+                color=ink,
+                ha="center",
+                va="center",
+                parse_math=False,
+            )
             column += len(text)
 
 
 def _wrapped(shown: list[Piece]) -> list[list[tuple[Piece, str]]]:
-    """Lines of (piece, text to draw) of at most COLUMNS characters; a line break in the text also ends a line."""
+    """Lines of (piece, text to draw) of at most COLUMNS characters; a line break in the text also
+    ends a line."""
     lines: list[list[tuple[Piece, str]]] = [[]]
     room = COLUMNS
     for piece in shown:
@@ -130,7 +193,6 @@ def _glyphs() -> frozenset[int]:
 
 
 def drawable(text: str) -> str:
-    """The text with characters that matplotlib's own fonts lack as boxes, so that no machine draws something else."""
+    """The text with characters that matplotlib's own fonts lack as boxes, so that no machine draws
+    something else."""
     return "".join(c if ord(c) in _glyphs() or c == "\n" else "□" for c in text)
-
-

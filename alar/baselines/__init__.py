@@ -1,1 +1,0 @@
-"""What ALAR is compared with, each method in a module of its own, all measured by `alar.baselines.comparison`."""

@@ -1,0 +1,155 @@
+"""The two domains behind one interface, so that every notebook runs either: `of("search")`,
+`of("tool")`.
+
+A domain has questions in three splits, reads those of published sets and files, and makes the
+environment that answers the policy's actions and judges its trajectories. Deliberate: no domain
+knows of models or engines, so nothing of theirs is here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from alar import protocol
+from alar.domains.search import questions as search_questions
+from alar.domains.search import retriever
+from alar.domains.search.datasets import load_questions
+from alar.domains.search.environment import SearchEnvironment
+from alar.domains.search.world import REAL
+from alar.domains.tool import bfcl
+from alar.domains.tool import questions as tool_questions
+from alar.domains.tool.environment import ToolEnvironment
+from alar.domains.tool.protocol import TOOL
+from alar.domains.tool.requests import bfcl_request
+from alar.domains.tool.toolmind_files import load_questions as load_toolmind
+from alar.records import Question, Solved
+from alar.rollout.loop import Environment
+
+EMBEDDED = (
+    "real",
+    "validation",
+)  # the names, in `eval.sets`, of a domain's own splits: its test, and what choices are made on
+
+
+class Domain(Protocol):
+    """`types`: of the embedded questions."""
+
+    name: str
+    form: protocol.Form
+    types: tuple[str, ...]
+
+    def environment(self, asked: Sequence[Question] = (), **settings) -> Environment:
+        """What answers the actions of trajectories over these questions; `settings` are those of
+        section `retrieval` (search) and the `judge` (tool)."""
+
+    def training_questions(
+        self, count: int, *, worlds: int, seed: int, types: Sequence[str] = ()
+    ) -> list[Question]:
+        """`types` come in turn, so that one which is named twice comes twice as often; all of them
+        without. Raises ValueError for an unknown one."""
+
+    def validation_questions(self, count: int) -> list[Question]: ...
+
+    def test_questions(self, count: int) -> list[Question]: ...
+
+    def load_questions(
+        self, source: str | Path, *, limit: int = 0, test: bool = False
+    ) -> list[Question]:
+        """Those of a published set or a file. `test` takes the held-out part of a source that is
+        split here."""
+
+    def solved_questions(self, count: int, seed: int) -> list[Solved]:
+        """Embedded questions with the expert's steps, the types in turn."""
+
+
+class SearchDomain:
+    name, form, types = "search", protocol.SEARCH, search_questions.TYPES
+    training_questions = staticmethod(search_questions.training_questions)
+    validation_questions = staticmethod(search_questions.validation_questions)
+    test_questions = staticmethod(search_questions.test_questions)
+
+    def load_questions(self, source, *, limit=0, test=False):
+        """Published sets have names that say which split they are; a file is taken whole."""
+        return load_questions(source, limit=limit)
+
+    def solved_questions(self, count, seed):
+        return search_questions.solved_questions(REAL, count, seed)
+
+    def environment(
+        self,
+        asked=(),
+        *,
+        backend: str = "tfidf",
+        topk: int = 2,
+        corpus: str = "",
+        judge: str = "official",
+        **retrieval,
+    ) -> Environment:
+        """Without a corpus or a server every question is asked about its own embedded world.
+        Answers are judged in one way."""
+        if backend == "tfidf" and not corpus:
+            return SearchEnvironment(topk=topk)
+        given = {"backend": backend, "corpus": corpus, **retrieval}
+        return SearchEnvironment(
+            retriever.build(**given), topk=topk, source=json.dumps(given, sort_keys=True)
+        )
+
+
+class ToolDomain:
+    name, form, types = "tool", TOOL, tool_questions.CATEGORIES
+    validation_questions = staticmethod(tool_questions.validation_questions)
+    test_questions = staticmethod(tool_questions.test_questions)
+
+    def environment(self, asked=(), *, judge: str = "official", **_) -> Environment:
+        """Calls are executed where all of `asked` are about the embedded functions; the others'
+        functions nobody here can run."""
+        embedded = {question.world in tool_questions.SPLITS for question in asked} or {True}
+        if len(embedded) > 1:
+            raise ValueError(
+                "some of these requests call functions that can be executed and some do not (BFCL,"
+                " ToolMind): ask them in two runs"
+            )
+        return ToolEnvironment(execute=embedded == {True}, judge=judge)
+
+    def training_questions(self, count, *, worlds=0, seed, types=()):
+        """There are no worlds to choose from: the functions are what they are."""
+        return tool_questions.training_questions(count, seed=seed, types=types)
+
+    def solved_questions(self, count, seed):
+        return tool_questions.solved_questions("train", count, seed)
+
+    def load_questions(self, source, *, limit=0, test=False):
+        """A category of BFCL, which is all test, or a split of ToolMind's rows in a file, a folder
+        or on the hub."""
+        if str(source) in bfcl.ASKED_CATEGORIES:
+            found = [
+                bfcl_request(item).question(item.id, world="bfcl")
+                for item in bfcl.load_category(str(source))
+            ]
+        elif re.fullmatch(r"\w+", str(source)) and not Path(source).exists():
+            raise ValueError(
+                f"{source}: no set of the tool domain and no file; the sets are"
+                f" {', '.join(bfcl.ASKED_CATEGORIES)}"
+            )
+        else:
+            found = load_toolmind(source, "test" if test else "train")
+        return found[:limit] if limit else found
+
+
+def embedded_questions(domain: Domain, split: str, count: int) -> list[Question]:
+    """At most `count` of a domain's own questions; `split` is a name in `EMBEDDED`."""
+    return {"real": domain.test_questions, "validation": domain.validation_questions}[split](count)
+
+
+_DOMAINS: dict[str, Domain] = {domain.name: domain for domain in (SearchDomain(), ToolDomain())}
+
+
+def of(name: str) -> Domain:
+    """The domain of that name. Raises ValueError for any other."""
+    if name not in _DOMAINS:
+        raise ValueError(f"unknown domain {name!r}: expected one of {', '.join(_DOMAINS)}")
+    return _DOMAINS[name]

@@ -1,0 +1,59 @@
+"""The lake as an environment of the agent loop: moves are played, reaching the goal is being right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+from alar import protocol
+from alar.domains.frozenlake.lakes import Walk, drawing, walk
+from alar.domains.frozenlake.protocol import ACTION, LakeForm, observation_text, parse_moves
+from alar.records import Observation, Question, Trajectory, TurnRecord
+
+
+class FrozenLakeEnvironment:
+    """A trajectory is over at the goal, in a hole, or after `max_moves` moves; it has no final
+    action of its own.
+
+    `rollout.max_turns` has to leave room for `max_moves`, of which a turn may make at most
+    `moves_per_turn`.
+    """
+
+    final = ()
+    stop = (f"</{ACTION}>",)
+
+    def __init__(self, *, moves_per_turn: int = 5, max_moves: int = 10):
+        if max_moves < 1:
+            raise ValueError(f"max_moves is {max_moves}: expected at least one")
+        self.form = LakeForm(moves_per_turn)
+        self.moves_per_turn, self.max_moves = moves_per_turn, max_moves
+
+    def observe(self, steps: Sequence[tuple[Question, protocol.Turn]]) -> list[Observation]:
+        return [self._observe(question, [*turn.earlier, turn]) for question, turn in steps]
+
+    def correct(self, trajectory: Trajectory) -> bool:
+        return self.walk(trajectory.question, trajectory.turns).reached
+
+    def walk(self, question: Question, turns: Iterable[protocol.Turn | TurnRecord]) -> Walk:
+        """Where the moves of some turns lead, `max_moves` of them at most."""
+        moves = [
+            move
+            for turn in turns
+            if turn.action
+            for move in parse_moves(turn.argument, self.moves_per_turn)[0]
+        ]
+        return walk(question, moves[: self.max_moves])
+
+    def _observe(self, question: Question, turns: Sequence[protocol.Turn]) -> Observation:
+        walked = self.walk(question, turns)
+        remark = ""
+        if walked.reached:
+            remark = "The goal is reached."
+        elif walked.fallen:
+            remark = "The ice has a hole here."
+        elif walked.played == self.max_moves:
+            remark = "No moves are left."
+        rows = json.loads(question.details)["rows"]
+        return Observation(
+            observation_text(drawing(rows, walked.position), remark), end="answer" if remark else ""
+        )

@@ -1,0 +1,113 @@
+"""Lakes as questions: random solvable maps, their drawing, their shortest ways, and the walk that
+some moves make.
+
+A walk is a function of the question and the moves: `walk` plays them on a fresh gymnasium
+environment, seeded by the question, so that nothing needs to be kept between turns and the slips of
+a slippery lake are the same every time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
+
+from alar.records import Question
+
+_TILES = {"S": "_", "F": "_", "H": "O", "G": "G"}
+_WALKER = {"H": "X", "G": "*"}  # elsewhere P
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Where some moves led: the walker's tile number (row · columns + column), and how many moves
+    were played."""
+
+    position: int
+    played: int
+    reached: bool = False
+    fallen: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.reached or self.fallen
+
+
+def lakes(
+    count: int,
+    seed: int,
+    *,
+    size: int = 4,
+    ice: float = 0.8,
+    slippery: bool = False,
+    without: Collection[str] = (),
+) -> list[Question]:
+    """`count` lakes, each solvable, a tile ice with probability `ice`. `without`: drawings that
+    must not be among them."""
+    questions, number, forbidden = [], 0, set(without)
+    while len(questions) < count:
+        lake_seed = seed * 1_000_003 + number
+        number += 1
+        question = lake_question(
+            generate_random_map(size, ice, lake_seed), seed=lake_seed, slippery=slippery
+        )
+        if question.text not in forbidden:
+            questions.append(question)
+        elif number > 100 * (count + 1):
+            raise ValueError(
+                f"hardly a lake of size {size} is not in `without`: ask for fewer, or for larger"
+                " ones"
+            )
+    return questions
+
+
+def lake_question(rows: Sequence[str], *, seed: int = 0, slippery: bool = False) -> Question:
+    """One map in gymnasium's letters (S, F, H, G) as a question."""
+    details = {"rows": list(rows), "slippery": slippery, "seed": seed}
+    kind = "slippery" if slippery else "firm"
+    return Question(f"lake-{seed}", drawing(rows, 0), (), type=kind, details=json.dumps(details))
+
+
+def drawing(rows: Sequence[str], position: int) -> str:
+    """The lake with the walker on it, a row a line, tiles apart by a space."""
+    width = len(rows[0])
+    tiles = [[_TILES[tile] for tile in row] for row in rows]
+    row, column = divmod(position, width)
+    tiles[row][column] = _WALKER.get(rows[row][column], "P")
+    return "\n".join(" ".join(line) for line in tiles)
+
+
+def walk(question: Question, moves: Sequence[int]) -> Walk:
+    """Play `moves` from the start; those after the goal or a hole are not played."""
+    details = json.loads(question.details)
+    world = FrozenLakeEnv(desc=details["rows"], is_slippery=details["slippery"])
+    position, _ = world.reset(seed=details["seed"])
+    for played, move in enumerate(moves, start=1):
+        position, reward, terminated, _, _ = world.step(move)
+        if terminated:
+            return Walk(position, played, reached=reward > 0, fallen=reward == 0)
+    return Walk(position, len(moves))
+
+
+def shortest_way(question: Question) -> list[int]:
+    """The fewest moves to the goal of a lake that is not slippery; of equally short ways the first
+    in gymnasium's order."""
+    details = json.loads(question.details)
+    world = FrozenLakeEnv(desc=details["rows"], is_slippery=False)
+    start, _ = world.reset(seed=0)
+    ways: dict[int, list[int]] = {start: []}
+    waiting = deque([start])
+    while waiting:
+        here = waiting.popleft()
+        for move in range(4):
+            ((_, there, reward, terminated),) = world.P[here][move]
+            if there not in ways:
+                ways[there] = [*ways[here], move]
+                if reward > 0:
+                    return ways[there]
+                if not terminated:
+                    waiting.append(there)
+    raise ValueError(f"{question.id}: no way leads to the goal")

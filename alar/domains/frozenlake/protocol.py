@@ -1,0 +1,88 @@
+"""Surface form of a walk: one reasoning block, then a few moves; the lake comes back as an
+observation.
+
+    \\n\\n<think>The way is right, down.</think>\\n\\n<action>right, down</action>
+
+Tiles as in RAGEN: P the walker, G the goal, O a hole, _ ice, X the walker in a hole, * the walker
+at the goal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from alar import protocol
+from alar.protocol import Trusted, Turn
+
+MOVES = ("left", "down", "right", "up")  # gymnasium's actions 0 … 3
+ACTION = "action"
+
+INSTRUCTION = (
+    "Reason inside <think> and </think> before every action. Walk from P to G over the ice _ and"
+    " keep out of the holes O. Move inside <action> and </action> with left, down, right and up,"
+    " {limit}; the lake comes back inside <information> and </information>."
+)
+_SEPARATOR = re.compile(r"[\s,;]+|\|\|")
+
+
+def parse_moves(text: str, limit: int) -> tuple[list[int], str]:
+    """(moves, problem): gymnasium's numbers of the moves in `text`; ([], reason) unless all are
+    moves. Never raises."""
+    words = [word.lower() for word in _SEPARATOR.split(text) if word]
+    unknown = next((word for word in words if word not in MOVES), None)
+    if unknown is not None:
+        return [], f"{unknown[:40]!r} is no move"
+    if not words or len(words) > limit:
+        return [], f"{len(words)} moves in one turn, expected 1 to {limit}"
+    return [MOVES.index(word) for word in words], ""
+
+
+def moves_text(moves: Sequence[int]) -> str:
+    return ", ".join(MOVES[move] for move in moves)
+
+
+class LakeForm:
+    """At most `moves_per_turn` moves in one turn; a turn with anything else in its action is
+    malformed and moves nothing."""
+
+    opening = protocol.BLOCK_SEPARATOR
+    closing = ""
+
+    def __init__(self, moves_per_turn: int = 5):
+        if moves_per_turn < 1:
+            raise ValueError(f"moves_per_turn is {moves_per_turn}: expected at least one")
+        self.moves_per_turn = moves_per_turn
+
+    def prompt(self, question) -> Sequence[str]:
+        limit = (
+            "one move a turn"
+            if self.moves_per_turn == 1
+            else f"at most {self.moves_per_turn} moves a turn"
+        )
+        opening, closing = Trusted("<|im_start|>"), Trusted("<|im_end|>\n<|im_start|>assistant\n")
+        return opening, f"user\n{INSTRUCTION.format(limit=limit)}\n{question.text}\n", closing
+
+    def observation(self, text: str) -> Sequence[str]:
+        return (text,)
+
+    def invalid(self, problem: str) -> str:
+        return f"\n\n<information>Nothing moved: {problem}.</information>\n\n"
+
+    def parse(self, text: str) -> Turn:
+        turn = protocol.parse_turn(text, (ACTION,))
+        problem = parse_moves(turn.argument, self.moves_per_turn)[1] if turn.action else ""
+        if problem:
+            return replace(
+                turn, action=None, argument="", well_formed=False, problem=turn.problem or problem
+            )
+        return turn
+
+    def action(self, name: str, argument: str) -> str:
+        return protocol.action_text(name, argument)
+
+
+def observation_text(lake: str, remark: str = "") -> str:
+    remark = f"\n{remark}" if remark else ""
+    return f"\n\n<information>{lake}{remark}</information>\n\n"

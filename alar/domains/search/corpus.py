@@ -1,0 +1,151 @@
+"""Passages, in memory or on disk, and the error that all of retrieval raises.
+
+A passage is stored as Search-R1 stores it (wiki-18): a JSON line `{"id": ..., "contents":
+"\"Title\"\ntext"}`. The row of a passage in a FAISS index is its line in the corpus. wiki-18 has 21
+million lines, so `Corpus` keeps only the byte offset of each line, memory-mapped from a small file
+written beside the corpus, and parses a line when it is asked for.
+"""
+
+import json
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+
+class RetrievalError(RuntimeError):
+    """Retrieval cannot go on: a corpus, an index or a server is missing, broken or does not fit the
+    others."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A titled text; `contents` is its Search-R1 form."""
+
+    id: str
+    title: str
+    text: str
+
+    @property
+    def contents(self) -> str:
+        return f'"{self.title}"\n{self.text}' if self.title else self.text
+
+    @classmethod
+    def from_contents(cls, id: str, contents: str) -> "Passage":
+        """Split `contents` into title and text; without a quoted first line all of it is text."""
+        first, newline, rest = contents.partition("\n")
+        if newline and len(first) >= 2 and first[0] == first[-1] == '"':
+            return cls(str(id), first[1:-1], rest)
+        return cls(str(id), "", contents)
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A retrieved passage and its inner product with the query (higher is better)."""
+
+    passage: Passage
+    score: float
+
+
+class Corpus(Sequence[Passage]):
+    """A corpus on disk as a sequence of passages; row i is line i of the file, counted from 0.
+
+    The offsets are written beside the corpus (`<corpus>.offsets.npy`) so that only the first
+    opening reads the whole file; where that folder cannot be written they stay in memory (8 bytes a
+    line). They are made anew when the corpus has changed. Opening raises RetrievalError for a
+    missing, empty or cut-off file; a broken line is named when it is read.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise RetrievalError(
+                f"{self.path}: no such corpus; give the path of a JSONL file with id and contents"
+            )
+        if self.path.stat().st_size == 0:
+            raise RetrievalError(f"{self.path}: the corpus is empty; download it again")
+        with self.path.open("rb") as file:
+            if file.read(2) == b"\x1f\x8b":
+                raise RetrievalError(
+                    f"{self.path}: the corpus is compressed; unpack it first (gunzip)"
+                )
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._offsets = (
+            self._open_offsets()
+        )  # (lines + 1,): where each line starts, and the end of the file
+        self[-1]
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, row: int | slice) -> Passage | list[Passage]:
+        if isinstance(row, slice):
+            return [self[i] for i in range(*row.indices(len(self)))]
+        row = int(row) + (len(self) if row < 0 else 0)
+        if not 0 <= row < len(self):
+            raise IndexError(f"{self.path}: row {row} of {len(self)}")
+        return self._parse(row, self._bytes[int(self._offsets[row]) : int(self._offsets[row + 1])])
+
+    def _parse(self, row: int, line: bytes) -> Passage:
+        where = f"{self.path}:{row + 1}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            end = " (the last line: was the download cut off?)" if row == len(self) - 1 else ""
+            raise RetrievalError(
+                f"{where}: not a JSON object: {error}{end}; repair the line or fetch it again"
+            ) from error
+        if (
+            not isinstance(record, dict)
+            or "id" not in record
+            or not isinstance(record.get("contents"), str)
+        ):
+            raise RetrievalError(
+                f'{where}: a passage needs "id" and "contents" (a string), got {line[:80]!r}'
+            )
+        return Passage.from_contents(record["id"], record["contents"])
+
+    def _open_offsets(self) -> np.ndarray:
+        cache = self.path.with_name(self.path.name + ".offsets.npy")
+        if cache.exists() and cache.stat().st_mtime_ns >= self.path.stat().st_mtime_ns:
+            try:
+                offsets = np.load(cache, mmap_mode="r")
+                if (
+                    offsets.dtype == np.int64
+                    and offsets.ndim == 1
+                    and offsets[-1] == len(self._bytes)
+                ):
+                    return offsets
+            except (ValueError, EOFError, IndexError):
+                pass  # a damaged cache is made anew below
+        offsets = self._scan()
+        if not os.access(self.path.parent, os.W_OK):
+            return offsets
+        partial = cache.with_name(f"{cache.name}.{os.getpid()}.partial")
+        with partial.open("wb") as file:
+            np.save(file, offsets)
+        partial.replace(cache)
+        return np.load(cache, mmap_mode="r")
+
+    def _scan(self, chunk: int = 1 << 24) -> np.ndarray:
+        starts = [np.zeros(1, dtype=np.int64)]
+        for begin in range(0, len(self._bytes), chunk):
+            block = np.frombuffer(self._bytes[begin : begin + chunk], dtype=np.uint8)
+            starts.append(np.flatnonzero(block == ord("\n")) + begin + 1)
+        offsets = np.concatenate(starts)
+        return offsets if offsets[-1] == len(self._bytes) else np.append(offsets, len(self._bytes))
+
+
+def refuse_duplicate_ids(passages: Sequence[Passage]) -> None:
+    """Raise RetrievalError that names the first two passages with one id."""
+    first: dict[str, int] = {}
+    for row, passage in enumerate(passages):
+        if passage.id in first:
+            raise RetrievalError(
+                f"passages {first[passage.id]} and {row} (counted from 0) have the same id"
+                f" {passage.id!r}: ids must be unique"
+            )
+        first[passage.id] = row

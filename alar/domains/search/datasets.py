@@ -1,0 +1,211 @@
+"""The published question sets, and anybody's own JSONL or Parquet file, as `Question` records.
+
+The six evaluation sets come from FlashRAG's collection (`RUC-NLPIR/FlashRAG_datasets`: id,
+question, golden_answers), from the split that Search-R1 evaluates on: test, else dev, else train.
+`nq_hotpotqa_train` is Search-R1's training set, for teacher traces and RL prompts. `source` may
+also be a file with `question` and one of `golden_answers`, `answers`, `answer` (a list or a
+string). Every broken row is an error that names file, row and field: a silently dropped question
+would change a published number.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from alar.records import Question
+
+FLASHRAG = "RUC-NLPIR/FlashRAG_datasets"
+SEARCH_R1_TRAIN = "PeterJinGo/nq_hotpotqa_train"
+
+# Questions in the split that is evaluated (Search-R1, table 2; FlashRAG's data card).
+published_sizes = {
+    "nq": 3610,
+    "triviaqa": 11313,
+    "hotpotqa": 7405,
+    "2wikimultihopqa": 12576,
+    "musique": 2417,
+    "bamboogle": 125,
+}
+
+EVALUATION_SPLITS = ("test", "dev", "train")
+ANSWER_FIELDS = ("golden_answers", "answers", "answer")
+
+
+class DatasetError(ValueError):
+    """A question set is missing or a row of it cannot be used."""
+
+
+def load_questions(
+    source: str | Path, *, hub: str | Path = "", split: str = "", limit: int = 0
+) -> list[Question]:
+    """Load a set by name ("nq", …, "nq_hotpotqa_train") or a local .jsonl, .json or .parquet file.
+
+    `hub` replaces the set's hub repository: another repository id, or a local folder with the same
+    layout (`<name>/<split>.jsonl`; `<split>.parquet` for nq_hotpotqa_train). `split` overrides the
+    default: the evaluation split of a published set, train of nq_hotpotqa_train. `limit` keeps that
+    many questions, those with the smallest hash of their id: always the same ones, and a smaller
+    sample is part of a larger one.
+
+    Question ids start with the set's (or the file's) name, and `type` is that name unless a file
+    has a `type` of its own, so that several sets can be evaluated together. Raises DatasetError.
+    """
+    name = str(source)
+    if name in published_sizes:
+        questions = _published(
+            name, str(hub or FLASHRAG), name, (split,) if split else EVALUATION_SPLITS
+        )
+    elif name in ("nq_hotpotqa_train", SEARCH_R1_TRAIN):
+        questions = _published(
+            "nq_hotpotqa_train", str(hub or SEARCH_R1_TRAIN), None, (split or "train",)
+        )
+    elif Path(source).is_file():
+        questions = _from_rows(read_rows(Path(source)), Path(source).stem)
+    else:
+        known = ", ".join([*published_sizes, "nq_hotpotqa_train"])
+        raise DatasetError(f"{name}: neither a file nor a known set; known sets: {known}")
+    if limit < 0:
+        raise ValueError(f"limit must be 0 (all) or positive, got {limit}")
+    return sampled(questions, limit) if limit else questions
+
+
+def summary(name: str, questions: Sequence[Question]) -> str:
+    """One line: the size, and the published size of the set where it is another one."""
+    expected = published_sizes.get(name, len(questions))
+    note = "" if expected == len(questions) else f" (the published set has {expected:,})"
+    return f"{name}: {len(questions):,} questions{note}"
+
+
+def _published(name: str, hub: str, config: str | None, splits: Sequence[str]) -> list[Question]:
+    folder = Path(hub)
+    if (
+        folder.is_dir() and not (folder / "README.md").exists()
+    ):  # files fetched one by one, without the hub's card
+        folder = folder / config if config else folder
+        for split in splits:
+            for path in (folder / f"{split}.jsonl", folder / f"{split}.parquet"):
+                if path.is_file():
+                    return _from_rows(read_rows(path), name)
+        raise DatasetError(
+            f"{folder}: no {' or '.join(f'{split}.jsonl' for split in splits)} here for the set"
+            f" {name}"
+        )
+    return _from_rows(hub_rows(hub, config, splits), name)
+
+
+def hub_rows(hub: str, config: str | None, splits: Sequence[str]) -> Iterator[tuple[str, dict]]:
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(hub, config)
+    except (
+        Exception
+    ) as error:  # the library raises a dozen unrelated types when a hub cannot be reached or read
+        raise DatasetError(
+            f"{hub}{f' ({config})' if config else ''}: cannot be loaded: {type(error).__name__}:"
+            f" {error}\nWithout a network, copy the set's files into a folder and give that folder"
+            " as `hub`, or give a JSONL file"
+        ) from error
+    split = next((split for split in splits if split in loaded), None)
+    if split is None:
+        raise DatasetError(
+            f"{hub} ({config}): no split {' or '.join(splits)}; it has {', '.join(loaded)}"
+        )
+    for row, record in enumerate(loaded[split], start=1):
+        yield f"{hub} ({config or 'default'}, {split}), row {row}", record
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, dict]]:
+    """(where, record) of each row; `where` is file:line for JSON lines and "file, row n" for
+    Parquet, counted from 1."""
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            table = pyarrow.parquet.read_table(path)
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            raise DatasetError(
+                f"{path}: not a readable Parquet file ({error}); fetch it again"
+            ) from error
+        for row, record in enumerate(table.to_pylist(), start=1):
+            yield f"{path}, row {row}", record
+        return
+    if path.suffix not in (".jsonl", ".json"):
+        raise DatasetError(f"{path}: unknown kind of file {path.suffix!r}: give .jsonl or .parquet")
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise DatasetError(
+                    f"{path}:{number}: not a JSON object ({error}); one question per line, whole"
+                    " lines only"
+                ) from error
+            if not isinstance(record, dict):
+                raise DatasetError(
+                    f"{path}:{number}: not a JSON object but {type(record).__name__}"
+                )
+            yield f"{path}:{number}", record
+
+
+def _from_rows(rows: Iterable[tuple[str, dict]], name: str) -> list[Question]:
+    questions: list[Question] = []
+    seen: dict[str, str] = {}
+    for number, (where, record) in enumerate(rows):
+        question = _question(record, name, number, where)
+        if question.id in seen:
+            raise DatasetError(
+                f"{where}: id: {question.id!r} was used before, at {seen[question.id]}; ids must be"
+                " unique"
+            )
+        seen[question.id] = where
+        questions.append(question)
+    if not questions:
+        raise DatasetError(f"{name}: the set has no questions")
+    return questions
+
+
+def _question(record: dict, name: str, number: int, where: str) -> Question:
+    text = record.get("question")
+    if not isinstance(text, str) or not text.strip():
+        raise DatasetError(f"{where}: question: expected a text, got {text!r}")
+    identity = record.get("id", record.get("_id"))
+    identity = str(number) if identity in (None, "") else str(identity)
+    # Search-R1's merged set numbers the questions of each source from 0, so ids repeat without
+    # their source.
+    origin = record.get("data_source") or name
+    kind = record.get("type") if isinstance(record.get("type"), str) else ""
+    return Question(
+        f"{origin}/{identity}", text.strip(), _answers(record, where), type=kind or origin
+    )
+
+
+def _answers(record: dict, where: str) -> tuple[str, ...]:
+    field = next((field for field in ANSWER_FIELDS if record.get(field) is not None), None)
+    if field is None:
+        raise DatasetError(
+            f"{where}: no answers: expected one of the fields {', '.join(ANSWER_FIELDS)}"
+        )
+    value = record[field]
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not all(isinstance(answer, str) for answer in values):
+        raise DatasetError(
+            f"{where}: {field}: expected a text or a list of texts, got {value!r:.80}"
+        )
+    answers = tuple(dict.fromkeys(answer.strip() for answer in values if answer.strip()))
+    if not answers:
+        raise DatasetError(
+            f"{where}: {field}: there is no answer in {value!r}; a question needs at least one"
+        )
+    return answers
+
+
+def sampled(questions: list[Question], limit: int) -> list[Question]:
+    def position(i: int) -> str:
+        return hashlib.blake2b(questions[i].id.encode(), digest_size=16).hexdigest()
+
+    chosen = sorted(range(len(questions)), key=position)[:limit]
+    return [questions[i] for i in sorted(chosen)]

@@ -1,0 +1,235 @@
+"""The embedded search world: two thousand titled passages about territories, cities, currencies,
+languages and scripts.
+
+Real facts come from the Unicode CLDR tables that Babel ships (territory currencies with their
+dates, language shares, time-zone cities). A *counterfactual* world keeps the real names and
+shuffles the facts and the numbers, so that a model trained on such worlds has to read: it cannot
+recall. Tests use the real world, which training never sees.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cache
+
+from babel import Locale
+from babel.core import get_global
+
+from alar.domains.search.corpus import Passage
+
+REAL = "real"
+
+
+@dataclass(frozen=True)
+class Territory:
+    """Facts about one territory; `languages` are (name, whole percent of the population), largest
+    first."""
+
+    name: str
+    currency: str
+    since: int
+    previous: tuple[str, int] | None
+    languages: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class World:
+    """`cities` maps a city to its territory. `name` is "real" or "counterfactual-<number>"."""
+
+    name: str
+    territories: dict[str, Territory]
+    cities: dict[str, str]
+
+    def passages(self) -> list[Passage]:
+        """All passages of this world, in a fixed order; every one has at most 60 tokens of the
+        embedded tokenizer."""
+        texts: list[tuple[str, str]] = []
+        for territory in self.territories.values():
+            texts.append((f"{territory.name}, currency", _currency_text(territory)))
+            if territory.languages:
+                texts.append((f"{territory.name}, languages", _languages_text(territory)))
+        regions = _names()["regions"]
+        for city, territory in self.cities.items():
+            texts.append(
+                (
+                    city,
+                    (
+                        f"{city} is a city in {territory}. Its clocks follow a time zone of"
+                        f" {regions[city]}."
+                    ),
+                )
+            )
+        users: dict[str, list[Territory]] = {}
+        speakers: dict[str, list[str]] = {}
+        for territory in self.territories.values():
+            users.setdefault(territory.currency, []).append(territory)
+            for language, _ in territory.languages:
+                speakers.setdefault(language, []).append(territory.name)
+        for currency, code in _names()["currencies"].items():
+            used = users.get(currency, [])[:2]
+            where = " and ".join(f"in {territory.name}" for territory in used)
+            usage = f"It is used {where}." if used else "It is no longer used."
+            texts.append((currency, f"The {currency} is a currency with the code {code}. {usage}"))
+        for language, code in _names()["languages"].items():
+            where = " and ".join(f"in {name}" for name in speakers.get(language, [])[:2])
+            usage = f"It is spoken {where}." if where else "It has few speakers."
+            texts.append((language, f"{language} is a language with the code {code}. {usage}"))
+        for script, code in _names()["scripts"].items():
+            texts.append(
+                (f"{script} script", f"{script} is a writing system with the code {code}.")
+            )
+        return [
+            Passage(f"{self.name}/{row}", title, text) for row, (title, text) in enumerate(texts)
+        ]
+
+
+def _currency_text(territory: Territory) -> str:
+    text = (
+        f"The currency of {territory.name} is the {territory.currency}. It was adopted in"
+        f" {territory.since}."
+    )
+    if territory.previous:
+        text += f" It replaced the {territory.previous[0]}, adopted in {territory.previous[1]}."
+    return text
+
+
+def _languages_text(territory: Territory) -> str:
+    (first, share), *others = territory.languages
+    text = (
+        f"The most spoken language of {territory.name} is {first}, with {share} percent of the"
+        " people."
+    )
+    if others:
+        text += f" {others[0][0]} follows with {others[0][1]} percent."
+    return text
+
+
+@cache
+def _names() -> dict:
+    """Names that every world shares: currencies and languages with their codes, cities with their
+    region."""
+    english = Locale("en")
+    currencies = {
+        name: code
+        for code, name in sorted(english.currencies.items())
+        if not name.startswith("Test")
+    }
+    languages = {
+        name: code
+        for code, name in sorted(english.languages.items())
+        if len(code) <= 3 and "(" not in name
+    }
+    real = real_world()
+    regions = {}
+    for zones in get_global("territory_zones").values():
+        for zone in zones:
+            city = _city_name(zone)
+            if city in real.cities:
+                regions[city] = zone.split("/")[0]
+    scripts = {name: code for code, name in sorted(english.scripts.items())}
+    return {
+        "currencies": currencies,
+        "languages": languages,
+        "scripts": scripts,
+        "regions": regions,
+    }
+
+
+def _city_name(zone: str) -> str:
+    exemplar = Locale("en").time_zones.get(zone, {}).get("city")
+    return exemplar or zone.split("/")[-1].replace("_", " ")
+
+
+@cache
+def real_world() -> World:
+    """The world of CLDR's facts."""
+    english = Locale("en")
+    territory_languages = get_global("territory_languages")
+    territories, codes = {}, {}
+    for code, history in sorted(get_global("territory_currencies").items()):
+        name = english.territories.get(code)
+        dated = [
+            entry for entry in history if entry[3] and entry[1] and entry[0] in english.currencies
+        ]
+        current = [entry for entry in dated if entry[2] is None]
+        if name is None or len(code) != 2 or not current:
+            continue
+        latest = max(current, key=lambda entry: entry[1])
+        earlier = [entry for entry in dated if entry[1] < latest[1] and entry[0] != latest[0]]
+        replaced = max(earlier, key=lambda entry: entry[1]) if earlier else None
+        shares: dict[str, int] = {}
+        for language, entry in territory_languages.get(code, {}).items():
+            language_name = english.languages.get(language.split("_")[0])
+            share = round(entry["population_percent"])
+            if (
+                language_name and 1 <= share <= 100 and "(" not in language_name
+            ):  # CLDR has a few above 100
+                shares[language_name] = max(share, shares.get(language_name, 0))
+        ranked = sorted(shares.items(), key=lambda item: (-item[1], item[0]))
+        if len(ranked) > 1 and ranked[0][1] == ranked[1][1]:
+            ranked = ranked[:1]  # "the most spoken" must have one answer
+        territories[name] = Territory(
+            name,
+            english.currencies[latest[0]],
+            latest[1][0],
+            (english.currencies[replaced[0]], replaced[1][0]) if replaced else None,
+            tuple(ranked[:2]),
+        )
+        codes[code] = name
+    cities: dict[str, str] = {}
+    for code, zones in sorted(get_global("territory_zones").items()):
+        for zone in zones:
+            city = _city_name(zone)
+            if (
+                code in codes
+                and city not in territories
+                and city not in english.currencies.values()
+            ):
+                cities.setdefault(city, codes[code])
+    return World(REAL, territories, cities)
+
+
+@cache
+def _pools() -> tuple[list[str], list[str], list[str]]:
+    real = real_world()
+    currencies = sorted(_names()["currencies"])
+    languages = sorted(
+        {name for territory in real.territories.values() for name, _ in territory.languages}
+    )
+    return currencies, languages, sorted(real.cities)
+
+
+def counterfactual_world(number: int) -> World:
+    """World `number`: real names, facts drawn anew. The same number always gives the same world."""
+    rng = random.Random(f"counterfactual world {number}")
+    currencies, languages, cities = _pools()
+    territories = {}
+    for name in real_world().territories:
+        since = rng.randint(1900, 2025) if rng.random() < 0.75 else rng.randint(1690, 1899)
+        current, replaced = rng.sample(currencies, 2)
+        previous = (
+            (replaced, rng.randint(max(1650, since - 120), since - 1))
+            if rng.random() < 0.5
+            else None
+        )
+        first = rng.randint(85, 100) if rng.random() < 0.4 else rng.randint(20, 99)
+        pair = rng.sample(languages, 2)
+        second = (
+            rng.randint(1, min(first - 1, 30)) if rng.random() < 0.5 else rng.randint(1, first - 1)
+        )
+        spoken = ((pair[0], first), (pair[1], second))[: 1 if rng.random() < 0.15 else 2]
+        territories[name] = Territory(name, current, since, previous, spoken)
+    homes = [rng.choice(list(territories)) for _ in cities]
+    return World(f"counterfactual-{number}", territories, dict(zip(cities, homes)))
+
+
+@cache
+def world(name: str) -> World:
+    """The world called `name`: "real" or "counterfactual-<number>"."""
+    if name == REAL:
+        return real_world()
+    kind, _, number = name.rpartition("-")
+    if kind != "counterfactual" or not number.isdigit():
+        raise ValueError(f"unknown world {name!r}: expected 'real' or 'counterfactual-<number>'")
+    return counterfactual_world(int(number))

@@ -1,0 +1,254 @@
+"""Answer datasets as `Question` records: the published ones by name, and anybody's files in one of
+their shapes.
+
+| format | hub set | columns | scorer |
+|---|---|---|---|
+| gsm8k | openai/gsm8k (main) | question, answer: a chain, then `#### 18` | numeric |
+| math | nlile/hendrycks-MATH-benchmark | problem, solution with `\\boxed{}`; answer, subject, level
+if there | math | | mmlu | cais/mmlu (all) | question, choices (4), answer 0–3 or A–D; subject if
+there | letter | | metamathqa | meta-math/MetaMathQA | query, response that ends in `The answer is:
+18`; type if there | math |
+
+A *format* is a processor (row → question text, accepted answers, solution) with a scorer; `FORMATS`
+is a plain dict to which others can be added. Every broken row is an error that names file, row and
+column: a silently dropped question would change a published number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from alar.domains.search.datasets import DatasetError, hub_rows, read_rows, sampled
+from alar.domains.static import arithmetic
+from alar.domains.static.answers import SCORERS, after_hashes, last_boxed, stated_answer
+from alar.records import Question
+
+LETTERS = "ABCDEFGHIJ"
+EMBEDDED = "arithmetic"  # the set that is generated here, in GSM8K's format
+
+
+@dataclass(frozen=True)
+class Processed:
+    """One row, understood. `solution` is the published chain of thought, "" where there is none."""
+
+    text: str
+    answers: tuple[str, ...]
+    solution: str = ""
+    subject: str = ""
+
+
+@dataclass(frozen=True)
+class Format:
+    """`columns` must be there, whatever the processor reads besides. `scorer` is a name in
+    `answers.SCORERS`."""
+
+    columns: tuple[str, ...]
+    process: Callable[[dict], Processed]
+    scorer: str
+
+
+@dataclass(frozen=True)
+class Published:
+    """A set on the hub; `train` and `test` are its splits' names, best first."""
+
+    hub: str
+    config: str | None
+    format: str
+    train: tuple[str, ...] = ("train",)
+    test: tuple[str, ...] = ("test",)
+    size: int = 0  # of the test split
+
+
+def gsm8k(row: dict) -> Processed:
+    gold = after_hashes(row["answer"])
+    if gold is None:
+        raise ValueError(f"answer: no `####` with the final answer in {row['answer'][-60:]!r}")
+    return Processed(
+        row["question"],
+        (gold.replace(",", ""),),
+        row["answer"].rpartition("####")[0].strip(),
+        _text(row, "subject"),
+    )
+
+
+def math(row: dict) -> Processed:
+    gold = _text(row, "answer") or last_boxed(row["solution"])
+    if not gold:
+        raise ValueError(
+            f"solution: no `\\boxed{{}}` in {row['solution'][-60:]!r}, and there is no column"
+            " answer"
+        )
+    return Processed(
+        row["problem"], (gold,), row["solution"], _text(row, "subject") or _text(row, "type")
+    )
+
+
+def mmlu(row: dict) -> Processed:
+    choices, gold = row["choices"], row["answer"]
+    if (
+        not isinstance(choices, Sequence)
+        or isinstance(choices, str)
+        or not 2 <= len(choices) <= len(LETTERS)
+    ):
+        raise ValueError(f"choices: expected 2 to {len(LETTERS)} texts, got {choices!r:.80}")
+    names = LETTERS[: len(choices)]
+    gold = names.find(gold.strip().upper()) if isinstance(gold, str) and gold.strip() else gold
+    if not isinstance(gold, int) or isinstance(gold, bool) or not 0 <= gold < len(choices):
+        raise ValueError(
+            f"answer: expected a number below {len(choices)} or a letter of {names}, got"
+            f" {row['answer']!r}"
+        )
+    options = "\n".join(f"{name}. {choice}" for name, choice in zip(names, choices))
+    return Processed(
+        f"{row['question']}\n{options}\nAnswer with the letter.",
+        (names[gold],),
+        "",
+        _text(row, "subject"),
+    )
+
+
+def metamathqa(row: dict) -> Processed:
+    gold = stated_answer(row["response"])
+    if gold is None:
+        raise ValueError(f"response: no `The answer is: …` in {row['response'][-60:]!r}")
+    return Processed(
+        row["query"],
+        (gold,),
+        row["response"].rpartition("The answer is")[0].strip(),
+        _text(row, "type"),
+    )
+
+
+FORMATS = {
+    "gsm8k": Format(("question", "answer"), gsm8k, "numeric"),
+    "math": Format(("problem", "solution"), math, "math"),
+    "mmlu": Format(("question", "choices", "answer"), mmlu, "letter"),
+    "metamathqa": Format(("query", "response"), metamathqa, "math"),
+}
+PUBLISHED = {
+    "gsm8k": Published("openai/gsm8k", "main", "gsm8k", size=1319),
+    "math": Published("nlile/hendrycks-MATH-benchmark", None, "math", size=500),
+    "mmlu": Published("cais/mmlu", "all", "mmlu", train=("auxiliary_train", "dev"), size=14042),
+    "metamathqa": Published("meta-math/MetaMathQA", None, "metamathqa", test=("test", "train")),
+}
+
+
+def load(
+    source: str | Path,
+    split: str = "test",
+    *,
+    format: str = "",
+    limit: int = 0,
+    hub: str = "",
+    seed: int = 0,
+) -> list[Question]:
+    """A set's questions: a published name, "arithmetic", or a .jsonl, .json or .parquet file.
+
+    `split` is "train" or "test"; a file has only itself. `format` names the processor of a file
+    (without it, the one whose columns the file has); `hub` replaces a published set's repository by
+    another id or a local folder. `limit` keeps that many questions, always the same ones (of the
+    arithmetic set: generates so many; all 2000 without it). Question types are the set's or the
+    file's name. Raises DatasetError.
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f"split {split!r}: expected train or test")
+    name = str(source)
+    if name == EMBEDDED:
+        rows = (
+            (f"{name}, row {i}", row)
+            for i, row in enumerate(arithmetic.rows(split, limit or 2000, seed), start=1)
+        )
+        return from_rows(rows, name, FORMATS["gsm8k"])
+    if name in PUBLISHED:
+        published = PUBLISHED[name]
+        rows = hub_rows(hub or published.hub, published.config, getattr(published, split))
+        return _limited(from_rows(rows, name, FORMATS[published.format]), limit)
+    if not Path(source).is_file():
+        raise DatasetError(
+            f"{name}: neither a file nor a known set; known sets:"
+            f" {', '.join([EMBEDDED, *PUBLISHED])}"
+        )
+    found = list(read_rows(Path(source)))
+    if not found:
+        raise DatasetError(f"{name}: the set has no questions")
+    chosen = _format(format, found[0][1], name)
+    return _limited(from_rows(found, Path(source).stem, chosen), limit)
+
+
+def from_rows(rows: Iterable[tuple[str, dict]], name: str, format: Format) -> list[Question]:
+    """(where, row) pairs as questions of type `name`; `where` stands in the errors."""
+    questions = []
+    for number, (where, row) in enumerate(rows):
+        missing = [column for column in format.columns if row.get(column) is None]
+        if missing:
+            raise DatasetError(
+                f"{where}: no column {', '.join(missing)}; the columns here are"
+                f" {', '.join(map(str, row))}"
+            )
+        wrong = [
+            c
+            for c in format.columns
+            if c not in ("choices", "answer") and not isinstance(row[c], str)
+        ]
+        if wrong:
+            raise DatasetError(f"{where}: {wrong[0]}: expected a text, got {row[wrong[0]]!r:.80}")
+        try:
+            found = format.process(row)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise DatasetError(f"{where}: {error}") from error
+        if not found.text.strip():
+            raise DatasetError(f"{where}: the question is empty")
+        details = {"scorer": format.scorer, "solution": found.solution, "subject": found.subject}
+        written = json.dumps(details, ensure_ascii=False)
+        identity = f"{name}/{number if row.get('id') in (None, '') else row['id']}"
+        questions.append(
+            Question(identity, found.text.strip(), found.answers, name, details=written)
+        )
+    if not questions:
+        raise DatasetError(f"{name}: the set has no questions")
+    if len({question.id for question in questions}) < len(questions):
+        raise DatasetError(f"{name}: the column id repeats itself; ids must be unique")
+    return questions
+
+
+def subject_of(question: Question) -> str:
+    """MMLU's and MATH's subject, the embedded set's kind, "" elsewhere."""
+    return json.loads(question.details)["subject"] if question.details else ""
+
+
+def is_correct(prediction: str, question: Question) -> bool:
+    """The verdict of the question's own scorer."""
+    name = json.loads(question.details)["scorer"] if question.details else "exact"
+    if name not in SCORERS:
+        raise ValueError(
+            f"{question.id}: scorer {name!r} is unknown; there are {', '.join(SCORERS)}"
+        )
+    return SCORERS[name](prediction, question.answers)
+
+
+def _format(name: str, row: dict, source: str) -> Format:
+    if name:
+        if name not in FORMATS:
+            raise ValueError(f"{source}: format {name!r}: expected one of {', '.join(FORMATS)}")
+        return FORMATS[name]
+    fitting = [kind for kind, format in FORMATS.items() if set(format.columns) <= set(row)]
+    if not fitting:
+        shapes = "; ".join(
+            f"{kind}: {', '.join(format.columns)}" for kind, format in FORMATS.items()
+        )
+        raise DatasetError(
+            f"{source}: the columns {', '.join(map(str, row))} are those of no known format"
+            f" ({shapes})"
+        )
+    return FORMATS[max(fitting, key=lambda kind: len(FORMATS[kind].columns))]
+
+
+def _limited(questions: list[Question], limit: int) -> list[Question]:
+    return sampled(questions, limit) if limit else questions
+
+
+def _text(row: dict, column: str) -> str:
+    return row[column].strip() if isinstance(row.get(column), str) else ""

@@ -1,0 +1,2 @@
+"""The tool domain: functions and their execution, requests, Qwen3's surface form, ToolMind, and the
+official BFCL check."""

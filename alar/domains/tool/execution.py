@@ -1,0 +1,193 @@
+"""Execution of calls: a whitelist, schemas that bound every argument, and a worker process with
+limits on time and memory.
+
+Two walls, because each alone has a hole. Bounded, literal arguments (`alar.domains.tool.schema`)
+make every function of the whitelist finish at once; but a bound that somebody forgets would hang a
+whole rollout. So calls run in a child process: one that works for longer than `cpu_seconds` on a
+call ends there, the model reads an error, and the next call gets a fresh child. The limit counts
+the child's own processor time, so that results do not depend on what else the machine is doing;
+`timeout`, in seconds of the clock, is only for a function that waits. Nothing is ever evaluated:
+arguments are what `json.loads` returned, and names are looked up in a dictionary.
+
+The child speaks JSON lines: [name, arguments] in, ["ok", result] or ["error", text] out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from alar.domains.tool.schema import Tool
+
+WHITELIST = "alar.domains.tool.functions:CALLABLE"
+MAX_RESPONSE = 400  # characters
+MEMORY = 2**30  # bytes of address space of the child
+
+
+class Executor:
+    """Runs calls of the functions that `whitelist` ("module:name" of a dict) holds.
+
+    `cpu_seconds` and `timeout` bound one call, `startup` the start of a child. Usable from one
+    thread.
+    """
+
+    def __init__(
+        self,
+        whitelist: str = WHITELIST,
+        *,
+        cpu_seconds: float = 1.0,
+        timeout: float = 60.0,
+        startup: float = 300.0,
+    ):
+        self.whitelist, self.cpu_seconds, self.timeout, self.startup = (
+            whitelist,
+            cpu_seconds,
+            timeout,
+            startup,
+        )
+        self.tools: dict[str, Tool] = _load(whitelist)
+        self._child: subprocess.Popen | None = None
+        self._unread = b""
+        self._finalizer = None
+
+    def run(self, calls: Sequence[dict], offered: Sequence[str] | None = None) -> list[str]:
+        """One response per call, in order; `offered` names the functions that this request may use
+        (all without it).
+
+        A response is the result as text (JSON unless it is text itself), or {"error": …}. Never
+        raises for a call.
+        """
+        return [self._respond(call, self.tools if offered is None else offered) for call in calls]
+
+    def close(self) -> None:
+        if self._child is not None:
+            self._finalizer()
+            self._child, self._unread = None, b""
+
+    def _respond(self, call: dict, offered) -> str:
+        name, arguments = call["name"], call["arguments"]
+        if name not in offered or name not in self.tools:
+            return error_text(f"there is no function {name[:60]!r}")
+        problem = self.tools[name].problem(arguments)
+        if problem:
+            return error_text(problem)
+        status, value = self._ask(name, arguments)
+        return response_text(value) if status == "ok" else error_text(value)
+
+    def _ask(self, name: str, arguments: dict) -> tuple[str, Any]:
+        try:
+            if self._child is None:
+                self._start()
+            self._child.stdin.write(json.dumps([name, arguments]).encode() + b"\n")
+            self._child.stdin.flush()
+            line = self._line(self.timeout)
+        except OSError:
+            line = None
+        if line is None:
+            self.close()
+            return "error", f"{name} took too long or too much memory"
+        return tuple(json.loads(line))
+
+    def _start(self) -> None:
+        root = str(Path(__file__).resolve().parents[2])
+        paths = os.pathsep.join(
+            [root, *filter(None, [os.environ.get("PYTHONPATH")]), *filter(None, sys.path)]
+        )
+        self._child = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "alar.domains.tool.execution",
+                self.whitelist,
+                str(self.cpu_seconds),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        )
+        self._finalizer = weakref.finalize(self, _end, self._child)
+        if self._line(self.startup) != b"ready":
+            self.close()
+            raise OSError("the child did not start")
+
+    def _line(self, timeout: float) -> bytes | None:
+        """The child's next line; None if it does not come in time or the child is gone."""
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([self._child.stdout], [], [], timeout)
+            chunk = os.read(self._child.stdout.fileno(), 65536) if ready else b""
+            if not chunk:
+                return None
+            self._unread += chunk
+        line, self._unread = self._unread.split(b"\n", 1)
+        return line
+
+
+def response_text(result: Any) -> str:
+    """What the model reads: text as it is, anything else as JSON; cut at `MAX_RESPONSE`, and unable
+    to hold a tag."""
+    shown = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+    shown = shown.encode("utf-8", "replace").decode("utf-8").replace("<", "\\u003c")
+    return shown if len(shown) <= MAX_RESPONSE else f"{shown[:MAX_RESPONSE]}…"
+
+
+def error_text(problem: str) -> str:
+    return response_text({"error": problem})
+
+
+def _load(whitelist: str) -> dict[str, Tool]:
+    module, _, name = whitelist.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _end(child: subprocess.Popen) -> None:
+    child.kill()
+    child.wait()
+    child.stdin.close()
+    child.stdout.close()
+
+
+def _serve(whitelist: str, cpu_seconds: float) -> None:
+    """The child: answers requests until its input ends, or dies of a timer that it set for a call
+    and did not outrun."""
+    tools = _load(whitelist)
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    except (ImportError, ValueError, OSError):
+        pass  # no such limit on this system: time is limited all the same
+    sys.set_int_max_str_digits(5000)
+    answers = sys.stdout.buffer
+    sys.stdout = sys.stderr  # nothing that a function prints may look like an answer
+    answers.write(b"ready\n")
+    answers.flush()
+    for line in sys.stdin.buffer:
+        name, arguments = json.loads(line)
+        _set_timer(cpu_seconds)
+        try:
+            answer = json.dumps(["ok", tools[name].run(**arguments)], allow_nan=False)
+        except Exception as error:  # whatever a function raises is something the model gets to read
+            answer = json.dumps(["error", f"{type(error).__name__}: {error}"[:200]])
+        _set_timer(0)
+        answers.write(answer.encode() + b"\n")
+        answers.flush()
+
+
+def _set_timer(cpu_seconds: float) -> None:
+    """SIGVTALRM has no handler here, so it ends the process, in the middle of a C function too."""
+    if hasattr(signal, "ITIMER_VIRTUAL"):
+        signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], float(sys.argv[2]))

@@ -1,0 +1,53 @@
+"""The whitelist: every function of the embedded tool world, by name. What is not here cannot be
+executed.
+
+Requests offer a function under the name that one of `PROVIDERS` gives it, such as `gcd_oak`; which
+one differs from request to request. A policy therefore has to read the list of functions: like the
+facts of the search domain's worlds, a name cannot be known by heart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from alar.domains.tool import functions_dates, functions_numbers, functions_text
+from alar.domains.tool.schema import Tool, table
+
+TOOLS: dict[str, Tool] = table(
+    *functions_numbers.TOOLS.values(),
+    *functions_dates.TOOLS.values(),
+    *functions_text.TOOLS.values(),
+)
+PROVIDERS = (
+    "oak",
+    "elm",
+    "ash",
+    "fir",
+    "yew",
+    "pine",
+    "palm",
+    "cedar",
+    "maple",
+    "hazel",
+    "birch",
+    "alder",
+)
+
+
+def own_name(name: str) -> tuple[str, str]:
+    """(function, provider) behind a name on offer; (name, "") for a function of another world.
+
+    >>> own_name("days_between_oak")
+    ('days_between', 'oak')
+    """
+    function, _, provider = name.rpartition("_")
+    return (function, provider) if function in TOOLS and provider in PROVIDERS else (name, "")
+
+
+CALLABLE: dict[str, Tool] = TOOLS | table(
+    *(
+        replace(tool, name=f"{tool.name}_{provider}")
+        for tool in TOOLS.values()
+        for provider in PROVIDERS
+    )
+)

@@ -1,0 +1,193 @@
+"""Surface form of the tool domain: Qwen3's native tool template, with one reasoning block at the
+head of every turn.
+
+    <think>text</think>\\n\\n<tool_call>\\n{"name": "gcd", "arguments": {"a": 12, "b":
+    18}}\\n</tool_call><|im_end|> <latent>••••</latent>\\n\\nThe final answer<|im_end|>
+
+A turn holds one or more calls, or the final answer. Deliberate: prompts are written here rather
+than by the checkpoint's own chat template. They are equal to it but for one thing: the template of
+Qwen3's thinking models ends the prompt with `<think>\\n`, and a model that finds the block already
+open can never choose `<latent>`.
+
+Nothing that a policy writes makes the parser raise; what is malformed is a turn with a `problem`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from alar import protocol
+from alar.domains.tool.requests import openai_tool, request_of
+from alar.protocol import Trusted, Turn
+from alar.records import Question
+
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+RESPONSE_OPEN, RESPONSE_CLOSE = "<tool_response>", "</tool_response>"
+MAX_CALLS = 16  # in one turn
+LONGEST_PROBLEM = 200  # characters; the policy reads it
+
+_TOOLS_HEAD = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
+)
+_TOOLS_FOOT = (
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments"
+    ' within <tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments":'
+    " <args-json-object>}\n</tool_call>"
+)
+_TAG = re.compile(r"</?(?:think|latent|tool_call|tool_response|tools)>")
+
+
+def tools_text(functions: Sequence[dict]) -> str:
+    """The template's block of functions, one JSON object a line."""
+    lines = [json.dumps(openai_tool(function), ensure_ascii=False) for function in functions]
+    return _TOOLS_HEAD + "".join(f"\n{line}" for line in lines) + _TOOLS_FOOT
+
+
+def calls_text(calls: Sequence[dict]) -> str:
+    """Calls as the template writes them; a tag inside a text is escaped, so that every call can be
+    read back."""
+    bodies = (
+        f'{{"name": {_json(call["name"])}, "arguments": {_json(call["arguments"])}}}'
+        for call in calls
+    )
+    escaped = (_TAG.sub(lambda tag: f"\\u003c{tag[0][1:]}", body) for body in bodies)
+    return "\n".join(f"{CALL_OPEN}\n{body}\n{CALL_CLOSE}" for body in escaped)
+
+
+def responses_text(responses: Sequence[str]) -> str:
+    """Results of all calls of a turn, in their order."""
+    return "\n".join(f"{RESPONSE_OPEN}\n{response}\n{RESPONSE_CLOSE}" for response in responses)
+
+
+def parse_calls(text: str) -> tuple[list[dict], str]:
+    """(calls, problem): the calls in `text`, which stand one after another; ([], reason) unless all
+    are well formed.
+
+    A call is a JSON object with exactly a `name` (text) and `arguments` (an object). Never raises.
+    """
+    calls = []
+    for body in _split_calls(text)[0]:
+        call, problem = _parse_call(body)
+        if problem:
+            return [], problem
+        calls.append(call)
+    if len(calls) > MAX_CALLS:
+        return [], f"{len(calls)} calls in one turn, at most {MAX_CALLS} are allowed"
+    return calls, "" if calls else "no call"
+
+
+def parse_turn(text: str) -> Turn:
+    """Parse what the policy wrote between two observations: action "call" (its argument is the text
+    of the calls), "answer", or None. Never raises."""
+    mode, reasoning, rest, problem = protocol.leading_block(text, _TAG)
+    found, outside = _split_calls(rest)
+    bodies = "\n".join(f"{CALL_OPEN}{body}{CALL_CLOSE}" for body in found)
+    action, argument = ("call", bodies) if bodies else ("answer", rest.strip())
+    tagged = _TAG.search(outside)
+    if tagged or not argument:
+        action, argument = (None, "") if action == "answer" else (action, argument)
+    if not problem:
+        if tagged:
+            problem = (
+                f"{tagged[0]} has no partner" if "tool_call" in tagged[0] else "more than one block"
+            )
+        elif action is None:
+            problem = "neither a call nor an answer"
+        elif action == "call":
+            problem = (
+                "text outside the block and the calls"
+                if outside.strip()
+                else parse_calls(argument)[1]
+            )
+    thinking = reasoning if mode == "think" else ""
+    extra = outside if action == "call" or tagged else ""
+    policy_text = thinking + _TAG.sub("", extra).strip().replace(protocol.BULLET, "")
+    return Turn(mode, reasoning, action, argument, not problem, problem, policy_text)
+
+
+class ToolForm:
+    """The template as the agent loop uses it; a turn ends with `<|im_end|>`, which the policy
+    writes itself."""
+
+    opening = ""
+    closing = Trusted("<|im_end|>")
+
+    def prompt(self, question: Question) -> Sequence[str]:
+        request = request_of(question)
+        messages = list(request.messages)
+        system = (
+            [messages.pop(0)["content"]] if messages and messages[0]["role"] == "system" else []
+        )
+        system += [tools_text(request.functions)] if request.functions else []
+        pieces = (
+            [Trusted("<|im_start|>system\n"), "\n\n".join(system), Trusted("<|im_end|>\n")]
+            if system
+            else []
+        )
+        for message in messages:
+            opening = Trusted(
+                f"<|im_start|>{'assistant' if message['role'] == 'assistant' else 'user'}\n"
+            )
+            pieces += [opening, message["content"], Trusted("<|im_end|>\n")]
+        return [*pieces, Trusted("<|im_start|>assistant\n")]
+
+    def observation(self, text: str) -> Sequence[str]:
+        opening = Trusted("<|im_end|>"), Trusted("\n<|im_start|>user\n")
+        return *opening, text, Trusted("<|im_end|>\n<|im_start|>assistant\n")
+
+    def invalid(self, problem: str) -> str:
+        return responses_text([_json({"error": problem}).replace("<", "\\u003c")])
+
+    def parse(self, text: str) -> Turn:
+        return parse_turn(text)
+
+    def action(self, name: str, argument: str) -> str:
+        return argument
+
+
+TOOL = ToolForm()
+
+
+def _split_calls(text: str) -> tuple[list[str], str]:
+    """(what stands between the tags of each call, what stands around the calls), in one pass over
+    the text."""
+    bodies, around, place = [], [], 0
+    while (start := text.find(CALL_OPEN, place)) >= 0 and (
+        end := text.find(CALL_CLOSE, start)
+    ) >= 0:
+        bodies.append(text[start + len(CALL_OPEN) : end])
+        around.append(text[place:start])
+        place = end + len(CALL_CLOSE)
+    return bodies, "".join(around) + text[place:]
+
+
+def _parse_call(body: str) -> tuple[dict, str]:
+    try:
+        call = json.loads(body, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        return {}, f"a call is not JSON ({str(error)[:80]})"
+    if not isinstance(call, dict):
+        return {}, f"a call is {type(call).__name__}, not an object with name and arguments"
+    if set(call) != {"name", "arguments"}:
+        return (
+            {},
+            f"a call has the keys {sorted(map(str, call))[:6]}"[:LONGEST_PROBLEM]
+            + ", expected name and arguments",
+        )
+    if not isinstance(call["name"], str):
+        return {}, "the name of a call is not text"
+    if not isinstance(call["arguments"], dict):
+        return {}, f"the arguments of a call are {type(call['arguments']).__name__}, not an object"
+    return call, ""
+
+
+def _refuse(constant: str):
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

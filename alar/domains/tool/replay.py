@@ -1,0 +1,49 @@
+"""ToolMind's recorded responses as an environment: a call is answered as the data answers it, or
+the trajectory ends.
+
+Nobody here can run ToolMind's functions. Where a whole episode is to be imitated, each turn of the
+teacher's calls gets the responses that the conversation has for the same calls (equal after
+`toolmind.coerced`), in whatever turns the teacher makes them. A call without a recorded response
+ends the trajectory with that reason; the last calls of a conversation that nobody answered end it
+as its final action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from alar import protocol
+from alar.domains.tool.environment import ToolEnvironment
+from alar.domains.tool.protocol import parse_calls, responses_text
+from alar.domains.tool.toolmind import ToolMindRow, call_key
+from alar.records import Observation, Question
+
+UNRECORDED = "a call that the data has no response for"
+
+
+class ReplayEnvironment(ToolEnvironment):
+    """`rows` are whole episodes; a question is known by its row's id."""
+
+    def __init__(self, rows: Sequence[ToolMindRow]):
+        super().__init__(execute=False, judge="toolmind")
+        self.final = ("answer",)  # calls are answered
+        self.recorded = {
+            row.id: {call_key(call): text for call, text in row.responses} for row in rows
+        }
+        self.last = {row.id: {call_key(call) for call in row.expected} for row in rows}
+
+    def observe(self, steps: Sequence[tuple[Question, protocol.Turn]]) -> list[Observation]:
+        return [self._replay(question.id, turn) for question, turn in steps]
+
+    def _replay(self, row: str, turn: protocol.Turn) -> Observation:
+        calls, problem = parse_calls(turn.argument)
+        if problem:
+            return Observation("", end=problem)
+        recorded = self.recorded[row]
+        try:
+            keys = [call_key(call) for call in calls]
+        except RecursionError:  # arguments nested more deeply than any of the data
+            return Observation("", end=UNRECORDED)
+        if all(key in recorded for key in keys):
+            return Observation(responses_text([recorded[key] for key in keys]))
+        return Observation("", end="answer" if set(keys) <= self.last[row] else UNRECORDED)

@@ -1,0 +1,157 @@
+"""How a function of the tool world is described: a name, a sentence, parameters with types and
+bounds, and what runs.
+
+Two schemas follow from one description. The one that is *shown* (BFCL's form) has types, choices,
+defaults and required names, short enough for a small model's prompt. The one that is *enforced*
+before anything runs adds bounds: no integer, text or list beyond them reaches a function, so that
+none can be made to work for long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+MAX_TEXT, MAX_ITEMS = 200, 50
+_LARGEST = 10**9
+_LIMITS = {"ge": -_LARGEST, "le": _LARGEST}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """`kind` is BFCL's type name. `default` is None for a required parameter. `bounds` are
+    enforced, not shown."""
+
+    kind: str
+    bounds: tuple[tuple[str, Any], ...] = ()
+    description: str = ""
+    choices: tuple = ()
+    items: str = ""
+    default: Any = None
+
+    def shown(self) -> dict:
+        schema: dict[str, Any] = {"type": self.kind}
+        if self.items:
+            schema["items"] = {"type": self.items}
+        if self.description:
+            schema["description"] = self.description
+        if self.choices:
+            schema["enum"] = list(self.choices)
+        if self.default is not None:
+            schema["default"] = self.default
+        return schema
+
+    def enforced(self) -> Any:
+        """The type, with its bounds, that pydantic holds an argument to."""
+        from pydantic import Field
+
+        if self.choices:
+            return Literal[self.choices]
+        if self.items:
+            return Annotated[list[_bounded(self.items, _LIMITS)], Field(**dict(self.bounds))]
+        return _bounded(self.kind, dict(self.bounds))
+
+
+def _bounded(kind: str, bounds: dict) -> Any:
+    from pydantic import Field
+
+    types = {"integer": int, "float": float, "string": str, "boolean": bool}
+    return Annotated[
+        types[kind], Field(**bounds, **({"allow_inf_nan": False} if kind == "float" else {}))
+    ]
+
+
+@dataclass(frozen=True)
+class Tool:
+    name: str
+    description: str
+    parameters: dict[str, Parameter]
+    run: Callable[..., Any]
+
+    def function(self) -> dict:
+        """The description that is shown, in BFCL's form."""
+        return {
+            "name": self.name,
+            "description": self.description,
+            "parameters": {
+                "type": "dict",
+                "properties": {
+                    name: parameter.shown() for name, parameter in self.parameters.items()
+                },
+                "required": [
+                    name for name, parameter in self.parameters.items() if parameter.default is None
+                ],
+            },
+        }
+
+    def problem(self, arguments: dict) -> str:
+        """What is wrong with these arguments; "" if the function may run with them."""
+        from pydantic import ValidationError
+
+        try:
+            self._model.model_validate(arguments)
+        except ValidationError as failed:
+            first = failed.errors(include_url=False, include_context=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            return f"{where}: {first['msg']}"[:200] if where else first["msg"][:200]
+        return ""
+
+    @cached_property
+    def _model(self):
+        """The enforced schema. Strict: 5.0 is no integer and True no number, as in BFCL's checker;
+        unknown names are errors.
+
+        pydantic is imported on use, since the process that runs the functions has no need of it.
+        """
+        from pydantic import ConfigDict, create_model
+
+        fields = {
+            name: (parameter.enforced(), ... if parameter.default is None else parameter.default)
+            for name, parameter in self.parameters.items()
+        }
+        return create_model(self.name, __config__=ConfigDict(strict=True, extra="forbid"), **fields)
+
+
+def tool(name: str, description: str, run: Callable[..., Any], **parameters: Parameter) -> Tool:
+    return Tool(name, description, parameters, run)
+
+
+def integer(
+    low: int = -_LARGEST, high: int = _LARGEST, description: str = "", default: int | None = None
+) -> Parameter:
+    return Parameter("integer", (("ge", low), ("le", high)), description, default=default)
+
+
+def number(
+    low: float = -_LARGEST,
+    high: float = _LARGEST,
+    description: str = "",
+    default: float | None = None,
+):
+    return Parameter("float", (("ge", low), ("le", high)), description, default=default)
+
+
+def text(description: str = "", longest: int = MAX_TEXT, default: str | None = None) -> Parameter:
+    return Parameter("string", (("max_length", longest),), description, default=default)
+
+
+def choice(*choices: str, default: str | None = None) -> Parameter:
+    return Parameter("string", choices=choices, default=default)
+
+
+def boolean(default: bool | None = None) -> Parameter:
+    return Parameter("boolean", default=default)
+
+
+def numbers(kind: str = "float") -> Parameter:
+    return Parameter("array", (("min_length", 1), ("max_length", MAX_ITEMS)), items=kind)
+
+
+def table(*tools: Tool) -> dict[str, Tool]:
+    """Name → tool. ValueError for a name that two tools share."""
+    found = {tool.name: tool for tool in tools}
+    if len(found) < len(tools):
+        raise ValueError("two functions share a name")
+    return found

@@ -1,0 +1,33 @@
+"""Which engine writes the turns: the parameter `rollout.engine`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from alar.model import load
+from alar.rollout.engine import Engine
+from alar.rollout.hf import HFEngine
+
+ENGINES = ("hf", "vllm")
+
+
+@contextmanager
+def opened_engine(folder: str | Path, kind: str = "hf", **arguments) -> Iterator[Engine]:
+    """The engine of a checkpoint folder, latent or not; vLLM's memory and processes are given back
+    at the end.
+
+    "hf" runs transformers in this process, "vllm" needs the engines set; both write the same turns.
+    `arguments` go to `VLLMEngine`. Raises ValueError for another kind and EngineRefused where vLLM
+    is missing.
+    """
+    if kind == "hf":
+        yield HFEngine(*load(folder))
+    elif kind == "vllm":
+        from alar.engines.vllm import VLLMEngine
+
+        with VLLMEngine(folder, **arguments) as engine:
+            yield engine
+    else:
+        raise ValueError(f"rollout.engine {kind!r}: expected one of {', '.join(ENGINES)}")

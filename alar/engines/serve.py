@@ -1,0 +1,209 @@
+"""vLLM's OpenAI-compatible server on an ALAR checkpoint.
+
+    python -m alar.engines.serve FOLDER --port 8000 [any option of vLLM's server]
+
+Sets the scheduler class, the logits processor, the worker extension and the chat history;
+everything else is vLLM's. A request chooses its mode with `vllm_xargs`: {"latent_mode": "free" |
+"latent" | "think" | "off"}, and asks for its z with {"latent_record": KEY}, to be fetched once from
+GET /v1/latents/KEY. The other options: `alar.engines.vllm.turns`.
+
+    with Server(FOLDER, log="server.log") as server:        the same from Python, as a process that ends with this one
+        httpx.get(f"{server.address}/v1/models")
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+
+from alar.engines.vllm.checks import (
+    FORCER,
+    ROOM,
+    SCHEDULERS,
+    WORKER,
+    EngineRefused,
+    require_entry_point,
+    require_vllm,
+    stored_dtype,
+)
+
+MIDDLEWARE = f"{ROOM}.history.LatentHistory"
+OURS = (
+    "--model",
+    "--scheduler-cls",
+    "--logits-processors",
+    "--worker-extension-cls",
+    "--async-scheduling",
+    "--no-async-scheduling",
+)
+
+
+WITH_PARENT = "--end-with-parent"  # ours, for `Server`; vLLM does not see it
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Server:
+    """`python -m alar.engines.serve FOLDER OPTIONS` as a process of its own, answering once this
+    object exists.
+
+    It ends when it is closed or this process ends, however that happens. `log` takes what it
+    prints. Raises EngineRefused with the end of the log if it stops before it answers, or does not
+    answer within `patience` seconds.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *options: str,
+        log: str | Path,
+        environment: Mapping[str, str] = {},
+        patience: float = 600,
+    ):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [
+            sys.executable,
+            "-m",
+            "alar.engines.serve",
+            str(folder),
+            WITH_PARENT,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        ]
+        self.address, self.log = f"http://127.0.0.1:{port}", Path(log)
+        with self.log.open("w") as stream:
+            self.process = subprocess.Popen(
+                [*command, *options],
+                env={**os.environ, **environment},
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
+            )
+        try:
+            self._wait(time.monotonic() + patience)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def _wait(self, until: float) -> None:
+        while not self._answers():
+            ended = self.process.poll()
+            if ended is not None or time.monotonic() > until:
+                why = "does not answer" if ended is None else f"ended with exit code {ended}"
+                raise EngineRefused(
+                    f"the server {why}; the end of {self.log}:\n{self.log.read_text()[-3000:]}"
+                )
+            time.sleep(0.5)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.address}/health", timeout=5) as answer:
+                return answer.status == 200
+        except OSError:  # not listening yet, or not ready
+            return False
+
+    def close(self) -> None:
+        """End the server and its workers."""
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            pass
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)  # what is left of its session
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+
+def server_arguments(argv: list[str]) -> list[str]:
+    """Arguments of vLLM's server for `FOLDER [options]`. Raises EngineRefused for options that are
+    set here."""
+    if not argv or argv[0].startswith("-"):
+        raise EngineRefused("usage: python -m alar.engines.serve FOLDER [options of vLLM's server]")
+    folder, options = argv[0], argv[1:]
+    for option in options:
+        if option.split("=")[0].replace("_", "-") in OURS:
+            raise EngineRefused(
+                f"{option} is set by alar.engines.serve; latent blocks are exact with its value"
+                " only"
+            )
+    config = Path(folder) / "config.json"
+    if not config.exists():
+        raise EngineRefused(
+            f"{folder}: no checkpoint here (no config.json); run the stage that writes it first"
+        )
+    if not json.loads(config.read_text(encoding="utf-8"))["model_type"].startswith("latent_"):
+        raise EngineRefused(
+            f"{folder}: an ordinary model; serve it with vLLM itself, or make it latent with"
+            " alar.model.from_base"
+        )
+    ours = [
+        "--model",
+        folder,
+        "--scheduler-cls",
+        SCHEDULERS[True],
+        "--async-scheduling",
+        "--logits-processors",
+        FORCER,
+        "--worker-extension-cls",
+        WORKER,
+        "--middleware",
+        MIDDLEWARE,
+    ]
+    given = {option.split("=")[0] for option in options}
+    for option, value in {"--generation-config": "vllm", "--dtype": stored_dtype(folder)}.items():
+        if option not in given:
+            ours += [option, value]
+    return ours + options
+
+
+def main(argv: list[str] | None = None) -> None:
+    try:
+        require_vllm()
+        require_entry_point()
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        if WITH_PARENT in arguments:
+            arguments.remove(WITH_PARENT)
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        arguments = server_arguments(arguments)
+    except EngineRefused as error:
+        raise SystemExit(f"alar.engines.serve: {error}") from None
+    import uvloop
+    from vllm.entrypoints.launchers.api_server.entry import run_server
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.platforms import current_platform
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from alar.engines.vllm.plugin import register
+
+    cli_env_setup()
+    register(imported=current_platform.is_cpu())
+    options = make_arg_parser(FlexibleArgumentParser(prog="alar.engines.serve")).parse_args(
+        arguments
+    )
+    validate_parsed_serve_args(options)
+    uvloop.run(run_server(options))
+
+
+if __name__ == "__main__":
+    main()

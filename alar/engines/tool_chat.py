@@ -1,0 +1,202 @@
+"""The tool domain as chat messages with tools, for a teacher behind an OpenAI-compatible endpoint.
+
+A context goes out as the messages that its ids were made from: the system's text, the functions as
+`tools`, calls as `tool_calls`, responses as `tool` messages, one per call. Earlier turns go out
+without their reasoning, as chat APIs have it. An answer comes back as the text of a turn: its
+reasoning, from `reasoning_content`, `reasoning` or an inline think block, then its calls or its
+words. What such a text lacks or has too much (no reasoning, words beside the calls) the parser of
+`alar.domains.tool.protocol` says.
+
+Functions whose names the API does not allow go out under other ones, which are put back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from alar import protocol
+from alar.domains.tool.protocol import (
+    CALL_OPEN,
+    RESPONSE_CLOSE,
+    RESPONSE_OPEN,
+    calls_text,
+    parse_calls,
+    tools_text,
+)
+from alar.engines.endpoint import Reading, Unrepresentable
+from alar.rollout.codec import Codec
+
+_HEAD, _, _FOOT = tools_text(()).partition("\n</tools>")
+_BLOCK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def tool_chat(ids: Sequence[int], codec: Codec) -> tuple[dict, Reading]:
+    """`messages` and `tools` of a context that ends where the assistant is to write, and how the
+    answer is read."""
+    segments = _segments(ids, codec)
+    if segments[-1:] != [("assistant", "")]:
+        raise Unrepresentable("the context does not end where a turn begins")
+    system, tools = _system(segments.pop(0)[1]) if segments[0][0] == "system" else ("", [])
+    sent = _names_sent([tool["function"]["name"] for tool in tools])
+    for tool in tools:
+        tool["function"]["name"] = sent[tool["function"]["name"]]
+    messages: list[dict] = [{"role": "system", "content": system}] if system else []
+    unanswered: list[str] = []  # ids of the calls that the next message answers
+    for role, text in segments[:-1]:
+        if role == "assistant":
+            message = _assistant(text, len(messages), sent)
+            messages.append(message)
+            unanswered = [call["id"] for call in message.get("tool_calls", ())]
+        elif unanswered:
+            messages += _responses(text, unanswered)
+            unanswered = []
+        else:
+            messages.append({"role": "user", "content": text})
+    fields = {"messages": messages} | ({"tools": tools} if tools else {})
+    return fields, partial(turn_text, names={given: name for name, given in sent.items()})
+
+
+def turn_text(message: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """The text of the turn that a message says; `names` are the functions' own ones by those that
+    were sent."""
+    content = _text(message.get("content"))
+    reasoning = _text(message.get("reasoning_content")) or _text(message.get("reasoning"))
+    if not reasoning:
+        if protocol.THINK_CLOSE in content and not content.lstrip().startswith(protocol.THINK_OPEN):
+            content = protocol.THINK_OPEN + content  # the server's template had opened the block
+        block = _BLOCK.match(content)
+        if block:
+            reasoning, content = block[1], content[block.end() :]
+    calls = [_call(entry, names) for entry in message.get("tool_calls") or ()]
+    try:
+        action = "\n".join(filter(None, [content.strip(), calls_text(calls)]))
+        text = (
+            f"{protocol.think_block(reasoning)}{protocol.BLOCK_SEPARATOR}{action}"
+            if reasoning
+            else action
+        )
+        text.encode()
+    except UnicodeEncodeError:
+        raise Unrepresentable("the answer holds text that is no Unicode") from None
+    except RecursionError:
+        raise Unrepresentable(
+            "the arguments of a call in the answer are nested too deeply"
+        ) from None
+    return text
+
+
+def _segments(ids: Sequence[int], codec: Codec) -> list[tuple[str, str]]:
+    """(role, text) of every message. Text from outside holds no special ids, so that nothing in it
+    can look like a border."""
+    opening, closing = codec.trusted("<|im_start|>"), codec.trusted("<|im_end|>")
+    if len(opening) != 1 or len(closing) != 1:
+        raise ValueError(
+            "the student's tokenizer has no <|im_start|> and <|im_end|>: the tool domain needs one"
+            " of Qwen's"
+        )
+    pieces: list[list[int]] = []
+    for token in ids:
+        if token == opening[0]:
+            pieces.append([])
+        elif not pieces:
+            raise Unrepresentable("the context does not begin with a message")
+        else:
+            pieces[-1].append(token)
+    found = []
+    for piece in pieces:
+        role, _, text = codec.text(
+            piece[: piece.index(closing[0])] if closing[0] in piece else piece
+        ).partition("\n")
+        found.append((role, text))
+    return found
+
+
+def _system(text: str) -> tuple[str, list[dict]]:
+    """The system's own text, and the functions below it: one JSON object a line, so that none can
+    hold the heading."""
+    system, heading, listed = text.rpartition(_HEAD)
+    if not heading or not listed.endswith(f"\n</tools>{_FOOT}"):
+        return text, []
+    lines = listed.removesuffix(f"\n</tools>{_FOOT}").split("\n")[1:]
+    return system.removesuffix("\n\n"), [json.loads(line) for line in lines]
+
+
+def _assistant(text: str, number: int, sent: Mapping[str, str]) -> dict:
+    """A turn of the history; a malformed one goes out as the text that it is."""
+    text = _BLOCK.sub("", text, count=1) if _BLOCK.match(text) else text
+    calls, problem = parse_calls(text)
+    if problem:
+        return {"role": "assistant", "content": text}
+    entries = [
+        {
+            "id": f"call_{number}_{place}",
+            "type": "function",
+            "function": {
+                "name": sent.get(call["name"], call["name"]),
+                "arguments": json.dumps(call["arguments"], ensure_ascii=False),
+            },
+        }
+        for place, call in enumerate(calls)
+    ]
+    return {
+        "role": "assistant",
+        "content": text.partition(CALL_OPEN)[0].strip() or None,
+        "tool_calls": entries,
+    }
+
+
+def _responses(text: str, calls: Sequence[str]) -> list[dict]:
+    start, end = f"{RESPONSE_OPEN}\n", f"\n{RESPONSE_CLOSE}"
+    bodies = text.removeprefix(start).removesuffix(end).split(f"{end}\n{start}")
+    if not (text.startswith(start) and text.endswith(end)) or len(bodies) != len(calls):
+        raise Unrepresentable("not as many responses as calls in a turn")
+    return [
+        {"role": "tool", "tool_call_id": call, "content": body} for call, body in zip(calls, bodies)
+    ]
+
+
+def _call(entry: Any, names: Mapping[str, str]) -> dict:
+    function = entry.get("function") if isinstance(entry, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise Unrepresentable("a call in the answer has no name")
+    arguments = function.get("arguments")
+    try:
+        arguments = (
+            json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+        )
+    except (ValueError, RecursionError):
+        raise Unrepresentable("the arguments of a call in the answer are not JSON") from None
+    if not isinstance(arguments, dict):
+        raise Unrepresentable("the arguments of a call in the answer are no object")
+    return {"name": names.get(function["name"], function["name"]), "arguments": arguments}
+
+
+def _text(content: Any) -> str:
+    """Text of a message's field: itself, or the text parts of it."""
+    if isinstance(content, list):
+        return "".join(
+            part["text"]
+            for part in content
+            if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+        )
+    return content if isinstance(content, str) else ""
+
+
+def _names_sent(names: Sequence[str]) -> dict[str, str]:
+    """Every function's name as the API allows it: letters, digits, _ and -, at most 64, no two
+    alike."""
+    sent = {name: name for name in names if _NAME.fullmatch(name)}
+    for name in names:
+        if name not in sent:
+            plain, number = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:60] or "function", 1
+            candidate = plain
+            while candidate in sent.values():
+                number += 1
+                candidate = f"{plain}_{number}"
+            sent[name] = candidate
+    return sent

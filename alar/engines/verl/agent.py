@@ -1,0 +1,240 @@
+"""The agent loop under verl: `alar.rollout.loop` over a whole step, its trajectories put into
+verl's queue.
+
+verl asks an agent loop manager for two things: take a batch of prompts, and put finished rollouts
+into the TransferQueue. Each worker runs our loop over its prompts × group in a thread, with the
+rows, seeds and forced modes of the single-process trainer, and reports per rollout: token ids, the
+mask of SAMPLED tokens, their behaviour log-probs, z if they are to be fed as recorded, and a
+`Summary` for rewards, credit and metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import ray
+import torch
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from tensordict.tensorclass import NonTensorData
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+
+from alar.domains import catalogue
+from alar.engines.verl.data import question_of
+from alar.engines.verl.rollout import RemoteEngine, server_name
+from alar.engines.verl.settings import Job
+from alar.engines.verl.vllm import ServedEngine
+from alar.methods.length_rewards import with_stated_limit
+from alar.records import Origin, Question, Trajectory
+from alar.rl.rollouts import Summary, explores, mode_plan, rollout_seed, validation_mode
+from alar.rollout.codec import Codec
+from alar.rollout.engine import Sampling
+from alar.rollout.loop import Environment, run
+
+logger = logging.getLogger(__name__)
+
+
+class LatentOutput(AgentLoopOutput):
+    """One rollout; `latents` (N, H) go to the actor beside the tokens, never into the queue's own
+    fields."""
+
+    latents: Any = None
+
+    def as_dict(self) -> dict[str, Any]:
+        fields = super().as_dict()
+        fields.pop("latents", None)
+        return fields
+
+
+def to_output(
+    trajectory: Trajectory,
+    codec: Codec,
+    *,
+    step: int,
+    p_latent: Sequence[float],
+    cached: bool,
+    explorer: bool = False,
+) -> LatentOutput:
+    """verl's form of a trajectory: everything after the prompt is the response, the mask is 1 on
+    SAMPLED tokens only."""
+    trajectory.check()
+    prompt = trajectory.turns[0].start
+    origins, logprobs = trajectory.origins[prompt:], trajectory.logprobs[prompt:]
+    note = asdict(Summary.of(trajectory, codec, explorer=explorer)) | {
+        "prompt_length": prompt,
+        "p_latent": list(p_latent),
+    }
+    return LatentOutput(
+        prompt_ids=trajectory.ids[:prompt],
+        response_ids=trajectory.ids[prompt:],
+        response_mask=[int(origin == Origin.SAMPLED) for origin in origins],
+        response_logprobs=[
+            lp if origin == Origin.SAMPLED else 0.0 for origin, lp in zip(origins, logprobs)
+        ],
+        reward_score=float(trajectory.correct),
+        num_turns=len(trajectory.turns),
+        metrics=AgentLoopMetrics(),
+        latents=torch.as_tensor(trajectory.latents) if cached and len(trajectory.latents) else None,
+        extra_fields={
+            "min_global_steps": step,
+            "max_global_steps": step,
+            "reward_extra_info": {
+                "acc": float(trajectory.correct),
+                "alar": json.dumps(note),
+            },  # the latter for validation
+            "alar": note,
+        },
+    )
+
+
+class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
+    """`generate_sequences` returns at once; the batch is written in the background, as verl
+    expects."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.job = Job.of(OmegaConf.to_container(self.config.alar, resolve=True))
+        self.retrieval = dict(self.job.environment)
+        self.domain = catalogue.of(self.retrieval.pop("domain", "search"))
+        self.environment: Environment | None = None  # made for the first prompts
+        self.codec = Codec(
+            self.tokenizer,
+            self._latent("num_latent"),
+            self._latent("latent_token_id"),
+            self.domain.form,
+        )
+
+    def _latent(self, name: str):
+        return getattr(self.model_config.hf_config, name)
+
+    async def generate_sequences(
+        self, batch: TensorDict, first_row: int = 0, server: int = 0
+    ) -> None:
+        validate = bool(batch["validate"]) if "validate" in batch else False
+        prompts = [
+            {key: _plain(value, i) for key, value in batch.items() if key != "validate"}
+            for i in range(len(batch))
+        ]
+        task = asyncio.create_task(self._write(prompts, validate, first_row, server))
+        self.background_tasks.add(task)
+        task.add_done_callback(self.background_tasks.discard)
+
+    async def _write(
+        self, prompts: list[dict], validate: bool, first_row: int, server: int
+    ) -> None:
+        """All rollouts of some prompts; their groups are then finished, or failed with the reason."""
+        partition = "val" if validate else "train"
+        for prompt in prompts:
+            await tq.async_kv_put(
+                key=prompt["uid"], partition_id=partition, tag={"status": "running"}
+            )
+        tag = {"status": "finished"}
+        try:
+            group = 1 if validate else self.job.rl.group_size
+            questions = [
+                question_of(prompt["extra_info"]) for prompt in prompts for _ in range(group)
+            ]
+            step = int(prompts[0]["global_steps"])
+            self.events = asyncio.get_running_loop()
+            outputs = await asyncio.to_thread(
+                self._rollouts, questions, step, validate, first_row * group, server
+            )
+            for index, output in enumerate(outputs):
+                prompt = prompts[index // group]
+                await self._agent_loop_postprocess(
+                    output, validate, session_id=index % group, **prompt
+                )
+        except (
+            Exception
+        ) as error:  # whatever it is, the trainer hears of it through the queue and stops
+            tag = {"status": "failure", "error": f"{type(error).__name__}: {error}"}
+            logger.exception("the rollouts of a batch failed")
+        for prompt in prompts:
+            await tq.async_kv_put(key=prompt["uid"], partition_id=partition, tag=tag)
+
+    def alive(self) -> bool:
+        return True
+
+    def _rollouts(
+        self, questions: list[Question], step: int, validate: bool, first_row: int, server: int
+    ) -> list[LatentOutput]:
+        rl, engine = self.job.rl, self._engine(server)
+        if self.environment is None:
+            self.environment = with_stated_limit(
+                self.domain.environment(questions, **self.retrieval), rl.length_reward
+            )
+        trajectories = run(
+            questions,
+            engine,
+            self.environment,
+            Sampling(
+                rl.max_new_tokens, 0.0 if validate else rl.temperature, stop=self.environment.stop
+            ),
+            modes=validation_mode(rl) if validate else mode_plan(rl, step),
+            max_turns=rl.max_turns,
+            batch_size=rl.rollout_batch,
+            seed=0 if validate else rollout_seed(rl, step),
+            first_row=0 if validate else first_row,
+        )
+        unscored = validate or rl.length_reward
+        explorer = [not validate and explores(rl, first_row + i) for i in range(len(trajectories))]
+        free = [] if unscored else [i for i, t in enumerate(trajectories) if not explorer[i]]
+        probabilities = (
+            dict(zip(free, engine.latent_probabilities([trajectories[i] for i in free])))
+            if free
+            else {}
+        )
+        cached = rl.latents == "cached"
+        return [
+            to_output(
+                t,
+                self.codec,
+                step=step,
+                p_latent=probabilities.get(i, ()),
+                cached=cached,
+                explorer=explorer[i],
+            )
+            for i, t in enumerate(trajectories)
+        ]
+
+    def _engine(self, server: int) -> RemoteEngine | ServedEngine:
+        if self.job.rollout == "alar_hf":
+            return RemoteEngine(ray.get_actor(server_name(server)), self.codec)
+        return ServedEngine(self.llm_client, self.codec, self.events)
+
+    def _compute_multi_modal_inputs(self, output, input_ids) -> dict[str, torch.Tensor]:
+        latents = getattr(output, "latents", None)
+        return {} if latents is None else {"latents": latents}
+
+
+class LatentAgentLoopManager(AgentLoopManagerTQ):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(LatentAgentLoopWorker)
+
+    def generate_sequences(self, prompts: TensorDict) -> None:
+        servers = self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
+        row, calls = 0, []
+        for number, (worker, chunk) in enumerate(
+            zip(self.agent_loop_workers, prompts.chunk(len(self.agent_loop_workers)))
+        ):
+            calls.append(worker.generate_sequences.remote(chunk, row, number % servers))
+            row += len(chunk)
+        ray.get(calls)
+
+
+def _plain(value: Any, index: int) -> Any:
+    """The value of one prompt in a batch."""
+    if isinstance(value, torch.Tensor):
+        return value[index]
+    if isinstance(value, NonTensorData):
+        return value.data
+    item = value[index]
+    return getattr(item, "data", item)

@@ -1,0 +1,46 @@
+"""verl's replay buffer for synchronous steps: batches in a fixed order, and failures that end the
+job.
+
+verl trains on with whatever groups succeeded; here a failed rollout (a retrieval server that is
+down, a lost process) ends the job with its reason, because a silently smaller group has another
+advantage.
+"""
+
+from __future__ import annotations
+
+import ray
+import transfer_queue as tq
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+
+class LatentReplayBuffer(ReplayBuffer):
+    """`watched`: actors that write rollouts; the wait for them ends with an error when one has
+    died."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.poll_interval = 0.2
+        self.watched: list = []
+
+    def _sync_metadata_from_transfer_queue(self):
+        super()._sync_metadata_from_transfer_queue()
+        for partition, failed in self.failure_keys.items():
+            if failed:
+                tags = tq.kv_list(partition)[partition]
+                reason = tags[next(iter(failed))].get(
+                    "error", "see the log of the agent loop worker"
+                )
+                raise RuntimeError(f"{len(failed)} groups of rollouts failed: {reason}")
+        if any(self.pending_keys.values()) or any(self.running_keys.values()):
+            ray.get(
+                [worker.alive.remote() for worker in self.watched]
+            )  # RayActorError where one has died
+
+    def _materialize_batch(self, partition_id, selected_prompt_uids, partition_snapshot):
+        ordered = dict(sorted(partition_snapshot.items(), key=_place))
+        return super()._materialize_batch(partition_id, selected_prompt_uids, ordered)
+
+
+def _place(item: tuple[str, dict]) -> tuple[str, int]:
+    uid, session, _ = item[0].split("_")
+    return uid, int(session)

@@ -1,0 +1,144 @@
+"""verl's FSDP2 engine for latent models: the hooks that verl leaves to subclasses, nothing more.
+
+- Sequences travel packed in one row; `segment_ids` tells them apart, so that every z sees its own
+sequence only. z are
+  recomputed by the model's own weights, or fed as recorded (`rl.latents`), through verl's
+  multi-modal inputs.
+- Probabilities are those of the rollout: the latent id and the spare rows after it cannot be
+chosen. - The projector is frozen or trained (`rl.train_projector`), also beside LoRA, and lives in
+an FSDP unit of its own. - The learning rate follows `learning_rate_at`, as in the single-process
+trainer.
+
+On GPUs the trunk and the projector compute in bfloat16 over float32 weights; that path is written
+and not yet run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.fsdp_utils import (
+    merged_lora_context,
+    normalize_peft_param_name,
+    offload_fsdp_model_to_cpu,
+)
+from verl.utils.model import convert_weight_keys
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from alar.engines.verl.settings import VENDOR
+from alar.rl.config import RLConfig, learning_rate_at
+
+EXCLUDED = (
+    -1e4
+)  # logit of an id that cannot be chosen: exp gives 0 in every dtype, and no NaN as with −∞
+
+
+@EngineRegistry.register(
+    model_type="language_model", backend="fsdp2", device=["cuda", "cpu"], vendor=VENDOR
+)
+class LatentFSDPEngine(FSDPEngineWithLMHead):
+    def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
+        options = model_config.override_config.get("alar")
+        if options is None:
+            raise ValueError(
+                "model.override_config has no `alar`: start the job with alar.engines.verl.launch"
+            )
+        self.rl = RLConfig(**options["rl"])
+        if engine_config.ulysses_sequence_parallel_size > 1:
+            raise ValueError(
+                "sequence parallelism cuts latent blocks: set ulysses_sequence_parallel_size to 1"
+            )
+        if (
+            not model_config.use_remove_padding
+            or engine_config.pad_to_length
+            or model_config.use_fused_kernels
+        ):
+            raise ValueError(
+                "latent models need use_remove_padding, without pad_to_length and without fused"
+                " kernels"
+            )
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+
+    def _build_module(self):
+        module = super()._build_module()
+        projector = module.model.projector.requires_grad_(self.rl.train_projector)
+        module._no_split_modules = [
+            *(module._no_split_modules or ()),
+            type(projector).__name__,
+        ]  # units of FSDP2
+        return module
+
+    def _build_lora_module(self, module):
+        module = super()._build_lora_module(module)
+        module.get_base_model().model.projector.requires_grad_(self.rl.train_projector)
+        return module
+
+    def _build_fsdp_module(self, module):
+        if not self.engine_config.forward_only or get_device_name() != "cpu":
+            return super()._build_fsdp_module(module)
+        config = (
+            self.engine_config
+        )  # verl moves a reference's weights to pinned memory, which needs an accelerator
+        self.engine_config = dataclasses.replace(config, forward_only=False)
+        try:
+            return super()._build_fsdp_module(module)
+        finally:
+            self.engine_config = config
+
+    def _build_lr_scheduler(self, optimizer):
+        return LambdaLR(
+            optimizer,
+            lambda done: (
+                learning_rate_at(min(done, self.rl.steps), self.rl) / self.rl.learning_rate
+            ),
+        )
+
+    def prepare_model_inputs(self, micro_batch):
+        inputs, arguments = super().prepare_model_inputs(micro_batch)
+        lengths = micro_batch["input_ids"].offsets().diff()
+        numbers = torch.arange(1, len(lengths) + 1, device=lengths.device)
+        inputs["segment_ids"] = numbers.repeat_interleave(lengths)[None]  # (1, tokens)
+        inputs.pop("position_ids")  # every segment starts at 0
+        if (
+            self.rl.latents == "cached"
+        ):  # also where this rank has none, so that all ranks make the same calls
+            width = self.model_config.hf_config.hidden_size
+            inputs.setdefault("latents", torch.zeros(0, width, device=lengths.device))
+        else:
+            inputs.pop("latents", None)
+        return inputs, arguments
+
+    def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
+        reserved = self.model_config.hf_config.latent_token_id
+        logits = output.logits.float()  # (1, tokens, V)
+        choosable = torch.arange(logits.shape[-1], device=logits.device) < reserved
+        output.logits = logits.masked_fill(~choosable, EXCLUDED)
+        return super().prepare_model_outputs(
+            output, output_args, micro_batch, logits_processor_func
+        )
+
+    def _merged_lora_per_tensor_param(self):
+        """Whole weights with the adapters merged, in the dtype they are trained in; verl's own
+        would round to bfloat16."""
+        device = get_device_id()
+        try:
+            with merged_lora_context(self.module, backup_adapters=True):
+                params = normalize_peft_param_name(self.module.state_dict())
+                for name, parameter in convert_weight_keys(params, self.module).items():
+                    sharded = isinstance(parameter, DTensor)
+                    yield (
+                        name,
+                        (
+                            parameter.to(device).full_tensor()
+                            if sharded
+                            else parameter.detach().clone()
+                        ),
+                    )
+        finally:
+            if self._is_offload_param:
+                offload_fsdp_model_to_cpu(self.module)

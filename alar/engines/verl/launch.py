@@ -1,0 +1,239 @@
+"""Starting, following, resuming and ending a verl job.
+
+    from alar.engines.verl.launch import train
+    folder = train(Job(...), log=print)               # a subprocess; rows of metrics.jsonl as they come
+    python -m alar.engines.verl.launch FOLDER/job.json     # the same job by hand, or on a cluster's head node
+
+A job that was stopped goes on from `FOLDER/state` when it is started again with the same settings;
+it ends with the checkpoint folder `FOLDER/checkpoint`, which `alar.model.load` reads.
+
+Several nodes. The package and its engines must be installed on all of them, and model, prompts and
+FOLDER lie on a shared file system. Start Ray first, the job then joins it:
+
+    head    ray start --head --port=6379                               (its address appears)
+    others  ray start --address=HEAD:6379
+    head    RAY_ADDRESS=HEAD:6379 python -m alar.engines.verl.launch FOLDER/job.json       with `nodes` and `gpus` in job.json
+
+The retrieval server must be reachable from every node that runs an agent loop worker: give its host
+name in `retrieval.url`, never 127.0.0.1. What fails, and how it shows: a node without the package:
+`ModuleNotFoundError: alar` in the job's log; too few GPUs: verl waits for resources, then names how
+many it found; a server out of reach: the job ends with the retriever's error, which names the url,
+and goes on from the last checkpoint when started again; a lost node: the job ends with
+RayActorError. The log is `FOLDER/job.log`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alar.engines.verl.data import write_prompts
+from alar.engines.verl.settings import Job, compose, environment_variables, require_verl
+from alar.files import read_jsonl
+from alar.methods.dual.vocabulary import find
+from alar.records import Question
+from alar.rl.config import RLConfig
+from alar.rl.rollouts import prompts_of_step
+
+FOLLOWED = "--followed"
+TAIL = 25  # lines of the log that an error shows
+PERMITTED_CHANGES = {
+    "overrides",
+    "gpus",
+    "nodes",
+    "processes",
+    "tensor_parallel",
+    "rollout",
+    "threads",
+}
+
+
+class JobFailed(RuntimeError):
+    """The job ended with an error; the message holds the end of its log and how to go on."""
+
+
+def train(job: Job, log: Callable[[dict], None] = print, *, poll: float = 0.5) -> Path:
+    """Run a job to its end and return its checkpoint folder; `log` gets every row of metrics, a
+    resumed job's first ones too.
+
+    Raises VerlUnavailable without verl, ValueError where FOLDER holds a job with other settings,
+    JobFailed for an error.
+    """
+    require_verl()
+    folder = Path(job.folder)
+    _prepare(job, folder)
+    with (folder / "job.log").open("ab") as output:
+        start = output.tell()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "alar.engines.verl.launch", str(job.save()), FOLLOWED],
+            env=os.environ | environment_variables(job) | {"PYTHONPATH": _python_path()},
+            stdin=subprocess.PIPE,  # closed by the system when this process dies, however it dies
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that all processes of the job can be ended together
+        )
+    seen = 0
+    try:
+        while process.poll() is None:
+            time.sleep(poll)
+            for row in _new_rows(job, seen):
+                seen += 1
+                log(row)
+    finally:
+        _end(process)
+    for row in _new_rows(job, seen):
+        log(row)
+    if process.returncode or not job.checkpoint.exists():
+        raise JobFailed(
+            f"the verl job in {folder} ended with code {process.returncode}. The end of"
+            f" {folder / 'job.log'}:\n{_tail(folder / 'job.log', start)}\nStarted again, it goes on"
+            f" from its last checkpoint in {job.state}"
+        )
+    return job.checkpoint
+
+
+def verl_job(
+    model: str | Path,
+    folder: str | Path,
+    questions: Sequence[Question],
+    validation: Sequence[Question],
+    rl: RLConfig,
+    *,
+    environment: dict[str, Any],
+    engine: str = "hf",
+    nodes: int = 1,
+    tensor_parallel: int = 1,
+) -> Job:
+    """A job on all GPUs of this machine (and of as many `nodes`), or in one CPU process; its
+    prompts are written to `folder`.
+
+    `engine`: "hf", the in-process engine, or "vllm". `environment`: the `domain` and the settings
+    of its environment (`alar.domains.catalogue`). Raises ValueError for a dual vocabulary, whose
+    constraint verl's log-probs do not know.
+    """
+    folder = Path(folder)
+    if find(model) is not None:
+        raise ValueError(
+            f"{model}: a dual vocabulary trains in one process; set rl.trainer to single"
+        )
+    ordered = [q for step in range(1, rl.steps + 1) for q in prompts_of_step(questions, rl, step)]
+    return Job(
+        model=str(model),
+        folder=str(folder),
+        prompts=str(write_prompts(folder / "prompts.parquet", ordered)),
+        validation=str(write_prompts(folder / "validation.parquet", validation or ordered[:1])),
+        rl=rl,
+        environment=environment,
+        gpus=torch.cuda.device_count(),
+        nodes=nodes,
+        tensor_parallel=tensor_parallel,
+        rollout=f"alar_{engine}",
+    )
+
+
+def _prepare(job: Job, folder: Path) -> None:
+    """Refuse a folder of another job; clear what a finished or interrupted ending left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "job.json").exists() and job.state.exists():
+        before, now = asdict(Job.read(folder / "job.json")), asdict(job)
+        changed = sorted(
+            key for key in now if before[key] != now[key] and key not in PERMITTED_CHANGES
+        )
+        if changed:
+            raise ValueError(
+                f"{folder}: the job there was started with another {', '.join(changed)}; remove"
+                f" {job.state} to start anew"
+            )
+    shutil.rmtree(job.checkpoint, ignore_errors=True)
+    if not job.state.exists():
+        job.metrics.unlink(missing_ok=True)
+
+
+def _new_rows(job: Job, seen: int) -> Iterator[dict]:
+    """Rows beyond the first `seen`; a line that is being written waits."""
+    try:
+        yield from read_jsonl(job.metrics)[seen:]
+    except (FileNotFoundError, ValueError):
+        return
+
+
+def _end(process: subprocess.Popen, patience: float = 20.0) -> None:
+    """End the job's whole process group: the driver first, so that it can shut Ray down, then
+    whatever is left."""
+    for number, wait in ((signal.SIGTERM, patience), (signal.SIGKILL, 5.0)):
+        if process.poll() is None:
+            process.send_signal(number)
+            try:
+                process.wait(wait)
+            except subprocess.TimeoutExpired:
+                continue
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def _tail(path: Path, start: int) -> str:
+    with path.open("rb") as stream:
+        stream.seek(start)
+        return "\n".join(stream.read().decode(errors="replace").splitlines()[-TAIL:])
+
+
+def _python_path() -> str:
+    """This package first, for the workers too, installed or not."""
+    return os.pathsep.join(
+        filter(None, (str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")))
+    )
+
+
+def _end_with_parent() -> None:
+    """End this job when the process that started and followed it is gone, such as a notebook's
+    kernel."""
+
+    def wait():
+        while os.read(
+            0, 1024
+        ):  # below Python's buffers, whose lock a daemon thread would hold at the interpreter's end
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def main(path: str, *options: str) -> None:
+    """The driver: compose verl's configuration, start or join Ray, run the task."""
+    require_verl()
+    job = Job.read(path)
+    os.environ.update(
+        environment_variables(job)
+    )  # before verl is imported: it chooses its platform then
+    if FOLLOWED in options:
+        _end_with_parent()
+    import ray
+    from verl.trainer.main_ppo import run_ppo
+
+    from alar.engines.verl.trainer import LatentTaskRunner
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        config = compose(job)
+        if os.environ.get("RAY_ADDRESS"):  # a running cluster has its own resources
+            config.ray_kwargs.ray_init = {"runtime_env": config.ray_kwargs.ray_init.runtime_env}
+        run_ppo(config, task_runner_class=ray.remote(num_cpus=1)(LatentTaskRunner))
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

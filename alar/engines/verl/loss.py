@@ -1,0 +1,33 @@
+"""The policy loss under verl: its own PPO loss, and how far the actor is from the policy that
+sampled."""
+
+from __future__ import annotations
+
+import torch
+from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, register_policy_loss
+
+
+@register_policy_loss("alar")
+def policy_loss(
+    old_log_prob,
+    log_prob,
+    advantages,
+    response_mask,
+    loss_agg_mode="token-mean",
+    config=None,
+    rollout_is_weights=None,
+):
+    """`compute_policy_loss_vanilla`; log-probs outside the mask, of ids that nobody chose, are set
+    to 0 first.
+
+    `old_log_prob` are the behaviour log-probs. The additional metric `actor/ratio_error` is the
+    largest |ρ − 1|, which verl averages over micro-batches.
+    """
+    mask = response_mask.bool()
+    log_prob, old_log_prob = log_prob.masked_fill(~mask, 0.0), old_log_prob.masked_fill(~mask, 0.0)
+    loss, metrics = compute_policy_loss_vanilla(
+        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
+    )
+    with torch.no_grad():
+        metrics["actor/ratio_error"] = (log_prob - old_log_prob).exp().sub(1).abs().max().item()
+    return loss, metrics

@@ -1,0 +1,337 @@
+"""One `Job` for verl, and verl's configuration made from it.
+
+`hydra_values` is a plain mapping from verl's dotted keys to values, so that a test, or a reader,
+can see everything that we set; `compose` lays it over verl's own defaults. `Job.overrides` comes
+last and may change what the algorithm leaves open (memory, parallelism, logging); `check` refuses
+what it may not.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from alar.files import write_json
+from alar.rl.config import RLConfig
+
+TESTED_VERL = "0.9.1"
+INSTALL = "python run_all.py --install engines"
+ROOM = "alar.engines.verl"
+VENDOR = "alar"  # verl chooses an engine by device and vendor; ours is registered under this one
+GIGABYTE = 2**30
+ROLLOUTS = ("alar_hf", "alar_vllm")
+
+
+class VerlUnavailable(RuntimeError):
+    """verl is not installed, or not in the version that this integration was verified on."""
+
+
+def require_verl() -> None:
+    """Raise VerlUnavailable, with the command that installs it, unless the tested verl is here."""
+    try:
+        found = importlib.metadata.version("verl")
+    except importlib.metadata.PackageNotFoundError:
+        raise VerlUnavailable(
+            f"verl is not installed. Install it with: {INSTALL} (or set rl.trainer=single)"
+        ) from None
+    if found != TESTED_VERL:
+        raise VerlUnavailable(
+            f"verl {found} is installed; verified is {TESTED_VERL}. Install it with: {INSTALL}"
+        )
+    if importlib.util.find_spec("ray") is None:
+        raise VerlUnavailable(f"ray is not installed, which verl needs. Install it with: {INSTALL}")
+
+
+@dataclass(frozen=True)
+class Job:
+    """`gpus` per node (0: CPU processes, `processes` of them). `environment`: the domain and the
+    settings of its environment. `rollout`: "alar_hf", the in-process engine on CPUs, or
+    "alar_vllm". `overrides`: verl's own keys.
+    """
+
+    model: str
+    folder: str
+    prompts: str
+    validation: str
+    rl: RLConfig
+    environment: dict[str, Any] = field(default_factory=lambda: {"domain": "search"})
+    gpus: int = 0
+    nodes: int = 1
+    processes: int = 1
+    tensor_parallel: int = 1
+    rollout: str = "alar_hf"
+    threads: int = 1
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.rollout not in ROLLOUTS:
+            raise ValueError(f"rollout {self.rollout!r}: expected one of {', '.join(ROLLOUTS)}")
+        if self.rollout == "alar_hf" and self.tensor_parallel > 1:
+            raise ValueError(
+                "rollout alar_hf serves a whole model per process; set tensor_parallel to 1, or use"
+                " alar_vllm"
+            )
+        if self.rollout == "alar_vllm" and self.gpus == 0:
+            raise ValueError(
+                "rollout alar_vllm needs GPUs: verl moves weights to vLLM through their memory; use"
+                " alar_hf"
+            )
+        if self.rl.logprob_reward:
+            raise ValueError(
+                "rl.logprob_reward: rollouts are scored by the single-process trainer only; set"
+                " rl.trainer to single"
+            )
+        if self.rl.length_reward and self.rl.length_reward.off_policy:
+            raise ValueError(
+                "rl.length_reward: under verl the policy samples, so O1-Pruner needs the means of"
+                " its reference model; give a file of them as length_reward.reference"
+                " (alar.methods.length_rewards.write_references)"
+            )
+
+    @property
+    def workers(self) -> int:
+        """Training processes per node."""
+        return self.gpus or self.processes
+
+    @property
+    def metrics(self) -> Path:
+        return Path(self.folder) / "metrics.jsonl"
+
+    @property
+    def state(self) -> Path:
+        """verl's own checkpoints, from which a stopped job goes on."""
+        return Path(self.folder) / "state"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The checkpoint folder that the job ends with."""
+        return Path(self.folder) / "checkpoint"
+
+    def save(self) -> Path:
+        path = Path(self.folder) / "job.json"
+        write_json(path, asdict(self))
+        return path
+
+    @classmethod
+    def read(cls, path: str | Path) -> Job:
+        return cls.of(json.loads(Path(path).read_text(encoding="utf-8")))
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Job:
+        return cls(**{**record, "rl": RLConfig(**record["rl"])})
+
+
+def environment_variables(job: Job) -> dict[str, str]:
+    """verl's own switches for the processes of a job; they name code, never hyper-parameters."""
+    variables = {
+        "VERL_ENGINE_VENDOR": VENDOR,
+        "TOKENIZERS_PARALLELISM": "false",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    if job.gpus == 0:
+        variables |= {
+            "VERL_PLATFORM": "cpu",
+            "VERL_USE_EXTERNAL_MODULES": f"{ROOM}.cpu",
+            "OMP_NUM_THREADS": str(job.threads),
+            "RAY_worker_register_timeout_seconds": (
+                "600"
+            ),  # Ray and verl take long to import on a busy machine
+            "RAY_raylet_start_wait_time_s": "600",
+        }
+    return variables
+
+
+def hydra_values(job: Job) -> dict[str, Any]:
+    """verl's key → value. The batch of a step is one mini-batch, cut into `gradient_accumulation`
+    micro-batches."""
+    from alar.train.supervised import LORA_TARGETS  # brings transformers' Trainer along
+
+    rl, world = job.rl, job.workers * job.nodes
+    rollouts = rl.prompts_per_step * rl.group_size
+    if rollouts % world:
+        raise ValueError(
+            f"{rollouts} rollouts per step do not divide over {world} processes: change"
+            " rl.prompts_per_step"
+        )
+    micro = max(1, -(-rollouts // world // rl.gradient_accumulation))
+    on_gpu = job.gpus > 0
+    compute = "bf16" if on_gpu else "fp32"
+    actor, rollout, model = (
+        "actor_rollout_ref.actor",
+        "actor_rollout_ref.rollout",
+        "actor_rollout_ref.model",
+    )
+    longest = rl.max_turns * rl.max_new_tokens
+    values = {
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.use_kl_in_reward": False,
+        "algorithm.rollout_correction.bypass_mode": (
+            True
+        ),  # the ratio is to the true behaviour log-probs
+        "data.train_files": job.prompts,
+        "data.val_files": job.validation,
+        "data.train_batch_size": rl.prompts_per_step,
+        "data.shuffle": False,  # the file stands in the order of the steps
+        "data.validation_shuffle": False,
+        "data.filter_overlong_prompts": False,
+        "data.dataloader_num_workers": 0,
+        "data.max_response_length": longest,
+        "data.seed": rl.seed,
+        f"{model}.path": job.model,
+        f"{model}.external_lib": f"{ROOM}.external",
+        f"{model}.use_remove_padding": True,
+        f"{model}.enable_gradient_checkpointing": on_gpu,
+        # verl applies only `model_config` of these to the checkpoint's config; `alar` is read by
+        # our engine.
+        f"{model}.override_config": {
+            "attn_implementation": "sdpa",
+            "model_config": {},
+            "alar": {"rl": asdict(rl)},
+        },
+        f"{model}.lora_rank": rl.lora_rank if rl.trainable == "lora" else 0,
+        f"{model}.lora_alpha": rl.lora_alpha,
+        f"{model}.target_modules": list(LORA_TARGETS),
+        f"{model}.lora.merge": True,  # the rollout receives whole weights, the projector among them
+        f"{actor}.strategy": "fsdp2",
+        f"{actor}.ppo_mini_batch_size": rl.prompts_per_step,
+        f"{actor}.ppo_micro_batch_size_per_gpu": micro,
+        f"{actor}.use_dynamic_bsz": False,
+        f"{actor}.use_torch_compile": False,
+        f"{actor}.loss_agg_mode": "token-mean",
+        f"{actor}.clip_ratio_low": rl.clip_low,
+        f"{actor}.clip_ratio_high": rl.clip_high,
+        f"{actor}.clip_ratio_c": 3.0,
+        f"{actor}.policy_loss.loss_mode": "alar",
+        f"{actor}.entropy_coeff": 0.0,
+        f"{actor}.use_kl_loss": rl.kl_coefficient > 0,
+        f"{actor}.kl_loss_coef": rl.kl_coefficient,
+        f"{actor}.kl_loss_type": "low_var_kl",
+        f"{actor}.optim.lr": rl.learning_rate,
+        f"{actor}.optim.weight_decay": 0.0,
+        f"{actor}.optim.clip_grad": 1.0,
+        f"{actor}.fsdp_config.model_dtype": "fp32",
+        f"{actor}.fsdp_config.use_torch_compile": False,
+        f"{actor}.fsdp_config.mixed_precision": {
+            "param_dtype": compute,
+            "reduce_dtype": "fp32",
+            "buffer_dtype": "fp32",
+        },
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": micro,
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": False,
+        "actor_rollout_ref.ref.fsdp_config.model_dtype": "fp32",
+        "actor_rollout_ref.ref.fsdp_config.mixed_precision": {
+            "param_dtype": compute,
+            "reduce_dtype": "fp32",
+            "buffer_dtype": "fp32",
+        },
+        "actor_rollout_ref.ref.use_torch_compile": False,
+        f"{rollout}.name": job.rollout,
+        f"{rollout}.n": rl.group_size,
+        f"{rollout}.val_kwargs.n": 1,
+        f"{rollout}.temperature": rl.temperature,
+        f"{rollout}.calculate_log_probs": True,
+        f"{rollout}.response_length": longest,
+        f"{rollout}.tensor_model_parallel_size": job.tensor_parallel,
+        f"{rollout}.free_cache_engine": on_gpu,
+        f"{rollout}.log_prob_micro_batch_size_per_gpu": micro,
+        f"{rollout}.log_prob_use_dynamic_bsz": False,
+        f"{rollout}.agent.num_workers": world if job.rollout == "alar_hf" else job.nodes,
+        f"{rollout}.agent.agent_loop_manager_class": f"{ROOM}.agent.LatentAgentLoopManager",
+        "reward.num_workers": 0,  # the agent loop judges answers itself
+        "trainer.device": "cuda" if on_gpu else "cpu",
+        "trainer.use_v1": True,
+        "trainer.v1.trainer_mode": "sync",
+        "trainer.v1.sampler.custom_sampler": {
+            "path": f"pkg://{ROOM}.buffer",
+            "name": "LatentReplayBuffer",
+        },
+        "trainer.n_gpus_per_node": job.workers,
+        "trainer.nnodes": job.nodes,
+        "trainer.total_training_steps": rl.steps,
+        "trainer.total_epochs": 1,
+        "trainer.save_freq": rl.checkpoint_every,
+        "trainer.test_freq": rl.validation_every or -1,
+        "trainer.val_before_train": False,
+        "trainer.max_actor_ckpt_to_keep": 2,
+        "trainer.resume_mode": "auto",
+        "trainer.default_local_dir": str(job.state),
+        "trainer.logger": ["console"],
+        "trainer.project_name": "alar",
+        "trainer.experiment_name": Path(job.folder).name,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": (
+            2 * job.nodes if on_gpu else 1
+        ),
+        "alar": asdict(job),
+        "ray_kwargs.ray_init.runtime_env": {"env_vars": environment_variables(job)},
+    }
+    if not on_gpu:
+        values |= {
+            "ray_kwargs.ray_init.num_cpus": (
+                8 + 4 * world
+            ),  # logical ones: verl's controllers each hold one
+            "ray_kwargs.ray_init.num_gpus": world,  # logical as well
+            "ray_kwargs.ray_init.include_dashboard": False,
+            "ray_kwargs.ray_init.object_store_memory": GIGABYTE // 4,
+        }
+    return values | job.overrides
+
+
+def compose(job: Job):
+    """verl's configuration of a job. Needs verl."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_module
+    from omegaconf import OmegaConf
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = hydra_compose("ppo_trainer")
+    OmegaConf.set_struct(config, False)
+    for key, value in hydra_values(job).items():
+        OmegaConf.update(config, key, value, merge=not isinstance(value, Mapping), force_add=True)
+    check(config)
+    return config
+
+
+def check(config) -> None:
+    """Raise ValueError for what would be computed wrongly, each with its remedy."""
+    actor, problems = config.actor_rollout_ref.actor, []
+    if (
+        actor.get("ulysses_sequence_parallel_size", 1) > 1
+        or actor.fsdp_config.get("ulysses_sequence_parallel_size", 1) > 1
+    ):
+        problems.append(
+            "sequence parallelism cuts latent blocks: set ulysses_sequence_parallel_size to 1, use"
+            " more processes"
+        )
+    if actor.strategy != "fsdp2":
+        problems.append(
+            f"actor.strategy {actor.strategy}: the latent engine is FSDP2's; set it to fsdp2"
+        )
+    if config.actor_rollout_ref.model.get("use_fused_kernels", False):
+        problems.append(
+            "model.use_fused_kernels computes log-probs over the latent id as well; set it to False"
+        )
+    if not config.actor_rollout_ref.model.use_remove_padding:
+        problems.append(
+            "model.use_remove_padding must be True: the engine packs sequences and numbers them"
+        )
+    if config.trainer.v1.trainer_mode != "sync":
+        problems.append(
+            f"trainer_mode {config.trainer.v1.trainer_mode}: groups are rewarded step by step; set"
+            " it to sync"
+        )
+    if config.algorithm.use_kl_in_reward:
+        problems.append(
+            "algorithm.use_kl_in_reward would change the shaped reward; use actor.use_kl_loss"
+        )
+    if actor.ppo_mini_batch_size != config.data.train_batch_size or actor.get("ppo_epochs", 1) != 1:
+        problems.append(
+            "one update per step: set actor.ppo_mini_batch_size to data.train_batch_size and"
+            " ppo_epochs to 1"
+        )
+    if problems:
+        raise ValueError("this job cannot run under verl:\n- " + "\n- ".join(problems))

@@ -1,0 +1,185 @@
+"""vLLM with our plugin as verl's rollout server, as "alar_vllm". Not yet run on a GPU.
+
+verl's vLLM server leaves hooks to subclasses: the worker extension, the engine's arguments, the
+name. Ours adds the latent scheduler, forcing and records of `alar.engines.vllm`; new weights, the
+projector's among them, come by verl's own route into `load_weights` of our model class. What is
+verified without a GPU: `ServedEngine`, against the in-process engine, and that these classes fit
+the installed verl. verl names vLLM 0.24 to 0.26, the plugin is verified on 0.30; `require_vllm`
+decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from alar.engines.vllm.checks import engine_arguments, require_vllm
+from alar.records import Origin, Trajectory
+from alar.rollout.codec import Codec
+from alar.rollout.engine import Engine, Sampling, TurnOutput, TurnRequest, TurnWriter
+
+NAN = float("nan")
+
+
+class ServedEngine(Engine):
+    """`Engine` on verl's LLM client: every turn is one request, answered whenever it is done.
+
+    `loop` is the event loop that the client lives in; the engine itself is used from another
+    thread.
+    """
+
+    def __init__(self, client, codec: Codec, loop: asyncio.AbstractEventLoop):
+        self.client, self.codec, self.loop = client, codec, loop
+        self.keys = itertools.count()
+        self.tasks: dict[int, Any] = {}  # session → the request under way
+        self.answers: queue.Queue = queue.Queue()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.tasks)
+
+    def submit(self, requests: Sequence[TurnRequest], sampling: Sampling) -> None:
+        for request in requests:
+            task = asyncio.run_coroutine_threadsafe(self._ask(request, sampling), self.loop)
+            self.tasks[request.session] = task
+            task.add_done_callback(
+                lambda done, request=request: self.answers.put((request, sampling, done))
+            )
+
+    def step(self) -> list[tuple[TurnRequest, TurnOutput]]:
+        if not self.tasks:
+            return []
+        request, sampling, done = self.answers.get()
+        if done.cancelled() or self.tasks.get(request.session) is not done:
+            return []  # released in the meantime
+        del self.tasks[request.session]
+        return [(request, replay(self.codec, request, sampling, done.result()))]
+
+    def release(self, sessions: Sequence[int]) -> None:
+        for session in sessions:
+            if task := self.tasks.pop(session, None):
+                task.cancel()
+
+    def latent_probabilities(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
+        """p(latent | state) as far as sampling shows it: the probability of the open tag that was
+        written, or one minus it for text. The exact value would renormalise over the two tags; they
+        differ by what is neither.
+        """
+        seen = (
+            [_seen_probability(t, turn, self.codec) for turn in range(len(t.turns))]
+            for t in trajectories
+        )
+        return [[p for p in row if p is not None] for row in seen]
+
+    async def _ask(self, request: TurnRequest, sampling: Sampling):
+        extra = {
+            "latent_stops": list(sampling.stop),
+            "latent_record": f"{id(self)}.{request.session}.{next(self.keys)}",
+        }
+        if not request.allow_latent:
+            extra["latent_mode"] = "off"
+        if request.forced:
+            extra["latent_written"] = len(request.forced)
+        return await self.client.generate(
+            # one server for all turns of a trajectory: its prefix cache knows them
+            f"{id(self)}.{request.session}",
+            prompt_ids=[*map(int, request.ids), *map(int, request.forced)],
+            sampling_params={
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "max_tokens": max(1, sampling.max_new_tokens - len(request.forced)),
+                "seed": request.seed if sampling.temperature > 0 else None,
+                "ignore_eos": True,
+                "stop_token_ids": [self.codec.tokenizer.eos_token_id],
+                "detokenize": False,
+                "logprobs": True,
+                "extra_args": extra,
+            },
+        )
+
+
+def replay(codec: Codec, request: TurnRequest, sampling: Sampling, answer) -> TurnOutput:
+    """The turn that verl's `TokenOutput` holds, with origins; RuntimeError where it breaks the
+    rules of a block."""
+    writer = TurnWriter(codec, request, sampling)
+    for token in request.forced:
+        writer.push(token, NAN)
+    latents = iter(answer.extra_fields["latents"])
+    for token, logprob in zip(answer.token_ids, answer.log_probs, strict=True):
+        if writer.done:
+            break
+        due = writer.forced()
+        if due is not None and due[0] != token:
+            raise RuntimeError(
+                f"session {request.session}: the server wrote {token}, the open block asks for"
+                f" {due[0]}"
+            )
+        thought = next(latents, None) if due is not None and due[1] is Origin.LATENT else None
+        writer.push(token, logprob, thought)
+    if not writer.done:
+        raise RuntimeError(
+            f"session {request.session}: the server ended the turn early ({answer.stop_reason})"
+        )
+    return writer.output
+
+
+def _seen_probability(trajectory: Trajectory, turn: int, codec: Codec) -> float | None:
+    from alar.rl.rollouts import Summary
+
+    summary = Summary.of(trajectory, codec)
+    latent, (begin, end) = summary.modes[turn], summary.tags[turn]
+    logprobs = trajectory.logprobs[begin:end]
+    if latent is None or not logprobs or np.isnan(logprobs).any():
+        return None
+    written = float(np.exp(np.sum(logprobs)))
+    return written if latent else 1.0 - written
+
+
+def server_classes():
+    """verl's server and replica with our hooks; a function, so that importing this module needs
+    neither vLLM nor Ray."""
+    require_vllm()
+    import ray
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+    class LatentVLLMServer(vLLMHttpServer):
+        def _get_worker_extension_cls(self) -> str:
+            return "alar.engines.verl.vllm_worker.LatentColocateWorker"
+
+        def _preprocess_engine_kwargs(self, engine_kwargs: dict) -> None:
+            super()._preprocess_engine_kwargs(engine_kwargs)
+            ours = engine_arguments()
+            del ours["worker_extension_cls"]
+            engine_kwargs.update(ours)
+
+        async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
+            """verl's, with z of the turn's latent positions (N, H) and the log-probs of our own
+            records."""
+            key = sampling_params["extra_args"]["latent_record"]
+            answer = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
+            record = (await self.engine.collective_rpc("latent_records", args=([key],)))[0][0]
+            if record is None:
+                raise RuntimeError(
+                    f"request {request_id}: its record is gone; send fewer rollouts at a time"
+                )
+            width = self.model_config.hf_config.hidden_size
+            answer.log_probs = record["logprobs"]
+            answer.extra_fields["latents"] = np.frombuffer(record["latents"], np.float32).reshape(
+                -1, width
+            )
+            return answer
+
+    class LatentVLLMReplica(vLLMReplica):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.server_class = ray.remote(LatentVLLMServer)
+
+        def _get_server_name_prefix(self) -> str:
+            return "alar_vllm_"  # verl's weight updates look the server up by the rollout's name
+
+    return LatentVLLMServer, LatentVLLMReplica

@@ -1,0 +1,70 @@
+"""verl's worker with actor, reference and the rollout's side of weight updates; it also writes
+checkpoint folders."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.device import get_device_name
+from verl.workers.engine_workers import ActorRolloutRefWorker
+
+from alar.model import load, save
+
+
+class LatentActorRolloutRefWorker(ActorRolloutRefWorker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self):
+        if get_device_name() == "cpu":
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+            if (
+                not torch.distributed.is_initialized()
+            ):  # verl would name the backend twice, once for each device
+                size, meeting = (
+                    int(os.environ["WORLD_SIZE"]),
+                    {"init_method": os.environ.get("DIST_INIT_METHOD")},
+                )
+                if (
+                    size == 1
+                    # it meets nobody, so it needs no port, which another program may have taken
+                    # meanwhile
+                ):
+                    meeting = {"store": torch.distributed.HashStore()}
+                torch.distributed.init_process_group(
+                    "cpu:gloo", rank=int(os.environ["RANK"]), world_size=size, **meeting
+                )
+        return super().init_model()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_checkpoint(self, folder: str) -> None:
+        """Write the current policy as one checkpoint folder, adapters merged: by the route of the
+        rollout's weights.
+
+        All ranks take part in gathering; the first one writes, in the dtype of the checkpoint that
+        the job started from.
+        """
+        weights, _ = self.actor.engine.get_per_tensor_param(base_sync_done=True)
+        first = torch.distributed.get_rank() == 0
+        gathered = {}
+        for name, tensor in weights:  # gathered over the ranks one by one
+            if first:
+                gathered[name] = tensor.detach().cpu().clone()
+        if first:
+            model, tokenizer = load(self.config.model.path, dtype="auto")
+            load_whole(model, gathered)
+            save(model, tokenizer, folder)
+        torch.distributed.barrier()
+
+
+def load_whole(model, weights: dict[str, torch.Tensor]) -> None:
+    """Replace all weights of a model, in its dtypes; RuntimeError if a tensor is missing or
+    unknown."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    result = model.load_state_dict(weights, strict=False)
+    missing = [name for name in result.missing_keys if name not in tied]
+    if missing or result.unexpected_keys:
+        raise RuntimeError(
+            f"the trainer's weights do not fit the rollout's model: missing {missing[:3]}, unknown"
+            f" {result.unexpected_keys[:3]}"
+        )

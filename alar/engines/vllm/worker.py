@@ -1,0 +1,103 @@
+"""Worker extension: methods that vLLM's workers gain, called through `collective_rpc` by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from alar.engines.vllm.records import shared
+
+# What two checkpoints must share for one to take the other's place in a running engine.
+SHAPE = (
+    "model_type",
+    "num_latent",
+    "latent_token_id",
+    "projector_kind",
+    "projector_size",
+    "projector_layer_norm",
+    "projector_residual",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+
+
+class LatentWorker:
+    def latent_records(self, keys: list[str]) -> list[dict | None]:
+        """Fetch and forget what was recorded under these keys, see `Record.fetch`."""
+        store = shared(self.vllm_config).store
+        return [store.take(key) for key in keys]
+
+    def latent_reload(self, folder: str) -> int:
+        """Load trunk and projector of another checkpoint of the same shape in place; returns the
+        number of tensors.
+
+        Raises ValueError if its architecture, K, latent id or projector differ, or a tensor is
+        missing, unknown or of another shape; nothing has been loaded then. The caller resets the
+        prefix cache.
+        """
+        from safetensors import safe_open
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        ours = self.vllm_config.model_config.hf_config
+        for name in SHAPE:
+            if name in config and config[name] != getattr(ours, name, None):
+                raise ValueError(
+                    f"{folder}: {name} is {config[name]}, the engine was started with"
+                    f" {getattr(ours, name, None)}; start a new one"
+                )
+
+        files = sorted(Path(folder).glob("*.safetensors"))
+        _require_whole(folder, files)
+
+        def weights():
+            for path in files:
+                with safe_open(path, "pt") as tensors:
+                    for key in tensors.keys():
+                        yield key, tensors.get_tensor(key)
+
+        model = self.get_model()
+        loaded = model.load_weights(weights())
+        process_weights_after_loading(model, self.vllm_config.model_config, self.device)
+        return len(loaded)
+
+
+def _require_whole(folder: str, files: list[Path]) -> None:
+    """Raise ValueError unless the files hold exactly the tensors of the model that the folder's
+    config describes."""
+    import torch
+    from safetensors import SafetensorError, safe_open
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    optional = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    found = {}
+    for path in files:
+        try:
+            with safe_open(path, "pt") as tensors:
+                found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path} cannot be read ({error}); write the checkpoint again"
+            ) from None
+    wrong = [
+        *(f"{name} is missing" for name in sorted(expected.keys() - found.keys() - optional)),
+        *(f"{name} is unknown" for name in sorted(found.keys() - expected.keys())),
+        *(
+            f"{name} has shape {found[name]} in place of {shape}"
+            for name, shape in expected.items()
+            if found.get(name, shape) != shape
+        ),
+    ]
+    if wrong:
+        raise ValueError(
+            f"{folder}: {'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' * (len(wrong) > 3)}:"
+            " no whole checkpoint"
+        )

@@ -1,0 +1,1 @@
+"""Evaluation: systems and their controls, the oracle router, statistics and tables."""

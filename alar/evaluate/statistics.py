@@ -1,0 +1,395 @@
+"""What the evaluation tables say, and how far chance could move it.
+
+One draw of questions serves every system and every metric of a comparison, so differences are
+paired. Results depend on the seed and the data only, never on the order of rows or on which other
+systems are in the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pandas as pd
+
+from alar.evaluate import tables
+from alar.evaluate.intervals import (
+    Estimate,
+    bootstrap_mean,
+    estimate,
+    paired_bootstrap,
+    ratio,
+    resampled_sums,
+    running_mean,
+    token_reduction,
+    wilson,
+)
+
+__all__ = [
+    "Estimate",
+    "adaptivity",
+    "aes",
+    "binary_entropy",
+    "bootstrap_mean",
+    "compare",
+    "efficiency",
+    "mode_share",
+    "paired_bootstrap",
+    "readable",
+    "running_mean",
+    "summarise",
+    "token_reduction",
+    "wilson",
+]
+
+
+def aes(accuracy, base_accuracy, tokens, base_tokens):
+    """Accuracy-efficiency score (O1-Pruner, arXiv 2501.12570) from changes relative to the base, as
+    fractions.
+
+    Saved tokens count once, gained accuracy three times, lost accuracy five times. Numbers or
+    arrays; NaN where the base has nothing to be compared with.
+    """
+    saved = 1 - ratio(tokens, base_tokens)
+    gained = ratio(np.subtract(accuracy, base_accuracy), base_accuracy)
+    return saved + np.where(gained >= 0, 3 * gained, 5 * gained)[()]
+
+
+def binary_entropy(p):
+    """Entropy in bits of a coin that shows heads with probability p; 0 at p = 0 and p = 1."""
+    p = np.asarray(p, dtype=float)
+    q = 1 - p
+    return -(p * np.log2(np.where(p > 0, p, 1)) + q * np.log2(np.where(q > 0, q, 1)))
+
+
+def summarise(
+    questions: pd.DataFrame,
+    base: str = "base",
+    *,
+    resamples: int = 10_000,
+    seed: int = 0,
+    level: float = 0.95,
+    table: tables.Table = tables.QUESTIONS,
+) -> pd.DataFrame:
+    """One row per system and question type (and "all"): the columns of `tables.SUMMARY`.
+
+    `em` and `tokens` are means over questions, `latent_share` is latent turns over turns that hold
+    a reasoning block, differences are paired with `base` (NaN where the table has no such system).
+    TableError when a system lacks questions that another one answered.
+    """
+    questions = _aligned(tables.read(questions, table), table)
+    rows = []
+    for question_type, part in _by_type(questions):
+        systems = tables.in_order(part["system"], tables.SYSTEMS)
+        columns = {name: _per_question(part[part["system"] == name]) for name in systems}
+        draws = _draw_together(columns, resamples, seed)
+        n = len(next(iter(columns.values())))
+        for system in systems:
+            rows.append(
+                {
+                    "system": system,
+                    "question_type": question_type,
+                    "n": n,
+                    **_levels(columns[system].sum(), draws[system], n, level),
+                    **_differences(columns, draws, system, base, n, level),
+                }
+            )
+    order = {
+        name: rank for rank, name in enumerate(tables.in_order(questions["system"], tables.SYSTEMS))
+    }
+    summary = pd.DataFrame(rows)[list(tables.SUMMARY.columns)]
+    return summary.sort_values(
+        "system", key=lambda names: names.map(order), kind="stable", ignore_index=True
+    )
+
+
+def compare(
+    questions: pd.DataFrame,
+    a: str,
+    b: str,
+    *,
+    resamples: int = 10_000,
+    seed: int = 0,
+    level: float = 0.95,
+    table: tables.Table = tables.QUESTIONS,
+) -> pd.DataFrame:
+    """System `a` against system `b` on the same questions, one row per question type and "all".
+
+    `em_difference` is a - b; `token_ratio` is mean tokens of a over those of b (1.25 = 25 % more
+    than b).
+    """
+    questions = tables.read(questions, table)
+    for system in (a, b):
+        if system not in set(questions["system"]):
+            known = ", ".join(tables.in_order(questions["system"], tables.SYSTEMS))
+            raise tables.TableError(
+                f"table '{table.name}' has no system '{system}'; it has {known}; {table.origin}"
+            )
+    pair = questions[questions["system"].isin([a, b])]
+    summary = summarise(pair, b, resamples=resamples, seed=seed, level=level, table=table)
+    ours = summary[summary["system"] == a].set_index("question_type")
+    theirs = summary[summary["system"] == b].set_index("question_type")
+    comparison = pd.DataFrame(
+        {
+            "system": a,
+            "reference": b,
+            "n": ours["n"],
+            "em": ours["em"],
+            "em_reference": theirs["em"],
+            **{name: ours[name] for name in _names("em_difference")},
+            "tokens": ours["tokens"],
+            "tokens_reference": theirs["tokens"],
+            "token_ratio": 1 - ours["token_reduction"],
+            "token_ratio_low": 1 - ours["token_reduction_high"],
+            "token_ratio_high": 1 - ours["token_reduction_low"],
+        }
+    )
+    return comparison.reset_index()
+
+
+def efficiency(
+    questions: pd.DataFrame,
+    base: str = "base",
+    *,
+    resamples: int = 10_000,
+    seed: int = 0,
+    level: float = 0.95,
+    table: tables.Table = tables.QUESTIONS,
+) -> pd.DataFrame:
+    """`aes` of every system over all questions, with its interval: columns system, aes, aes_low,
+    aes_high."""
+    questions = _aligned(tables.read(questions, table), table)
+    systems = tables.in_order(questions["system"], tables.SYSTEMS)
+    columns = {name: _per_question(questions[questions["system"] == name]) for name in systems}
+    draws = _draw_together(columns, resamples, seed)
+
+    def score(sums, system: str):
+        return aes(
+            sums[system]["correct"],
+            sums[base]["correct"],
+            sums[system]["tokens"],
+            sums[base]["tokens"],
+        )
+
+    totals = {name: frame.sum() for name, frame in columns.items()}
+    rows = [
+        {"system": s, **_named("aes", estimate(score(totals, s), score(draws, s), level))}
+        for s in systems
+    ]
+    return pd.DataFrame(rows)
+
+
+def adaptivity(
+    turns: pd.DataFrame, *, resamples: int = 10_000, seed: int = 0, level: float = 0.95
+) -> pd.DataFrame:
+    """One row per system: does the mode follow the difficulty of the turn? The columns of
+    `tables.ADAPTIVITY`.
+
+    The explicit share is think turns over turns that hold a reasoning block. H(M), H(M|X) and
+    I(X;M) = H(M) - H(M|X) come from the exact p(latent | state) of each scored turn, in bits: H(M)
+    is the entropy of the mean probability, H(M|X) the mean entropy. Intervals resample whole
+    questions. NaN where a system has no such turns.
+    """
+    turns = tables.read(turns, tables.TURNS)
+    rows = []
+    for system in tables.in_order(turns["system"], tables.SYSTEMS):
+        part = turns[turns["system"] == system]
+        sums = _per_question_modes(part)
+        draws = _as_sums(resampled_sums(sums.to_numpy(float), resamples, seed), sums.columns)
+        point, spread = _mode_statistics(sums.sum()), _mode_statistics(draws)
+        row = {
+            "system": system,
+            "n": len(sums),
+            "turns": len(part),
+            "hard_turns": int(part["hard"].sum()),
+        }
+        for name, value in point.items():
+            row |= _named(name, estimate(value, spread[name], level))
+        rows.append(row)
+    return pd.DataFrame(rows)[list(tables.ADAPTIVITY.columns)]
+
+
+def mode_share(turns: pd.DataFrame, *, level: float = 0.95) -> pd.DataFrame:
+    """Latent share per system, question type, turn number and hardness, with Wilson intervals:
+    `tables.MODE_SHARE`.
+
+    A question has one turn of each number, so the turns of one row are independent. Turns without a
+    reasoning block are left out.
+    """
+    turns = tables.read(turns, tables.TURNS)
+    moded = turns[turns["mode"] != "none"]
+    rows = []
+    for system in tables.in_order(moded["system"], tables.SYSTEMS):
+        for question_type in tables.in_order(moded["question_type"], tables.QUESTION_TYPES):
+            part = moded[(moded["system"] == system) & (moded["question_type"] == question_type)]
+            for (turn, hard), group in part.groupby(["turn", "hard"], sort=True):
+                share = wilson((group["mode"] == "latent").sum(), len(group), level=level)
+                rows.append(
+                    {
+                        "system": system,
+                        "question_type": question_type,
+                        "turn": int(turn),
+                        "n": len(group),
+                        "hard": bool(hard),
+                        **_named("latent_share", share),
+                    }
+                )
+    return pd.DataFrame(rows, columns=list(tables.MODE_SHARE.columns))
+
+
+def readable(summary: pd.DataFrame, question_type: str = "all") -> pd.DataFrame:
+    """The summary as people read it: percent and tokens, each followed by its interval."""
+    summary = tables.read(summary, tables.SUMMARY)
+    rows = summary[summary["question_type"] == question_type].set_index("system")
+
+    return pd.DataFrame(
+        {
+            "n": rows["n"],
+            "accuracy %": tables.with_intervals(rows, "em", 100),
+            "accuracy − base, points": tables.with_intervals(rows, "em_difference", 100, "+.1f"),
+            "tokens": tables.with_intervals(rows, "tokens"),
+            "fewer tokens %": tables.with_intervals(rows, "token_reduction", 100),
+            "turns": rows["turns"].round(2),
+            "latent share %": tables.with_intervals(rows, "latent_share", 100),
+        }
+    )
+
+
+def _names(name: str) -> tuple[str, str, str]:
+    return name, f"{name}_low", f"{name}_high"
+
+
+def _named(name: str, estimate: Estimate) -> dict[str, float]:
+    return dict(zip(_names(name), estimate, strict=True))
+
+
+def _aligned(questions: pd.DataFrame, table: tables.Table) -> pd.DataFrame:
+    """Sorted by question; TableError unless every system answered every question exactly once."""
+    twice = questions.duplicated(["system", "question_id"])
+    if twice.any():
+        row = questions[twice].iloc[0]
+        raise tables.TableError(
+            f"table '{table.name}': system '{row['system']}' has question '{row['question_id']}'"
+            f" twice; {table.origin}"
+        )
+    types = questions.groupby("question_id")["question_type"].nunique()
+    if (types > 1).any():
+        raise tables.TableError(
+            f"table '{table.name}': question '{types.idxmax()}' has several values of"
+            f" question_type; {table.origin}"
+        )
+    everything = set(questions["question_id"])
+    for system, ids in questions.groupby("system")["question_id"]:
+        missing = sorted(everything - set(ids))
+        if missing:
+            shown = ", ".join(missing[:5]) + (
+                f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            )
+            raise tables.TableError(
+                f"table '{table.name}': system '{system}' lacks {len(missing)} of {len(everything)}"
+                f" questions ({shown}), so systems cannot be paired; {table.origin}: run it again"
+                " for all systems"
+            )
+    return questions.sort_values("question_id", kind="stable")
+
+
+def _by_type(questions: pd.DataFrame) -> Iterable[tuple[str, pd.DataFrame]]:
+    yield "all", questions
+    for question_type in tables.in_order(questions["question_type"], tables.QUESTION_TYPES):
+        yield question_type, questions[questions["question_type"] == question_type]
+
+
+def _per_question(part: pd.DataFrame) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "correct": part["correct"].astype(float),
+            "tokens": part["generated_tokens"].astype(float),
+            "turns": part["turns"].astype(float),
+            "latent": part["latent_turns"].astype(float),
+            "reasoned": (part["latent_turns"] + part["think_turns"]).astype(float),
+        }
+    )
+
+
+def _draw_together(
+    columns: dict[str, pd.DataFrame], resamples: int, seed: int
+) -> dict[str, pd.DataFrame]:
+    """Resampled sums per system, from the same draws of questions for all of them."""
+    stacked = np.concatenate([frame.to_numpy() for frame in columns.values()], axis=1)
+    sums = np.split(resampled_sums(stacked, resamples, seed), len(columns), axis=1)
+    return {
+        name: _as_sums(part, columns[name].columns)
+        for name, part in zip(columns, sums, strict=True)
+    }
+
+
+def _as_sums(draws: np.ndarray, columns) -> pd.DataFrame:
+    return pd.DataFrame(draws, columns=columns)
+
+
+def _levels(total: pd.Series, draws: pd.DataFrame, n: int, level: float) -> dict[str, float]:
+    share, shares = (
+        ratio(total["latent"], total["reasoned"]),
+        ratio(draws["latent"], draws["reasoned"]),
+    )
+    return {
+        **_named("em", estimate(total["correct"] / n, draws["correct"].to_numpy() / n, level)),
+        **_named("tokens", estimate(total["tokens"] / n, draws["tokens"].to_numpy() / n, level)),
+        "turns": total["turns"] / n,
+        **_named("latent_share", estimate(share, shares, level)),
+    }
+
+
+def _differences(columns, draws, system: str, base: str, n: int, level: float) -> dict[str, float]:
+    if base not in columns:
+        return dict.fromkeys((*_names("em_difference"), *_names("token_reduction")), np.nan)
+    total, reference = columns[system].sum(), columns[base].sum()
+    gained = (draws[system]["correct"] - draws[base]["correct"]).to_numpy() / n
+    reduced = 1 - ratio(draws[system]["tokens"], draws[base]["tokens"])
+    reduction = 1 - ratio(total["tokens"], reference["tokens"])
+    return {
+        **_named(
+            "em_difference", estimate((total["correct"] - reference["correct"]) / n, gained, level)
+        ),
+        **_named("token_reduction", estimate(reduction, reduced, level)),
+    }
+
+
+def _per_question_modes(part: pd.DataFrame) -> pd.DataFrame:
+    """Per question: counts of moded and explicit turns by difficulty, and sums over the scored
+    turns."""
+    moded, explicit, scored = (
+        part["mode"] != "none",
+        part["mode"] == "think",
+        part["p_latent"].notna(),
+    )
+    p = part["p_latent"].fillna(0.0)
+    counts = {
+        "hard": moded & part["hard"],
+        "hard_explicit": explicit & part["hard"],
+        "easy": moded & ~part["hard"],
+        "easy_explicit": explicit & ~part["hard"],
+        "scored": scored,
+        "p": p,
+        "entropy": scored * binary_entropy(p),
+    }
+    return pd.DataFrame(counts).astype(float).groupby(part["question_id"], sort=True).sum()
+
+
+def _mode_statistics(sums) -> dict[str, np.ndarray]:
+    """The adaptivity figures from sums over turns; works on one total and on a frame of resampled
+    ones."""
+    hard, easy = (
+        ratio(sums["hard_explicit"], sums["hard"]),
+        ratio(sums["easy_explicit"], sums["easy"]),
+    )
+    marginal = binary_entropy(np.clip(ratio(sums["p"], sums["scored"]), 0, 1))
+    given_state = ratio(sums["entropy"], sums["scored"])
+    return {
+        "explicit_share_hard": hard,
+        "explicit_share_easy": easy,
+        "explicit_share_difference": hard - easy,
+        "mode_entropy": marginal,
+        "mode_entropy_given_state": given_state,
+        "mutual_information": marginal - given_state,
+    }

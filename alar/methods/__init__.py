@@ -1,0 +1,2 @@
+"""What ALAR is compared with, each method in a module of its own, all measured by
+`alar.methods.comparison`."""

@@ -1,0 +1,248 @@
+"""A dual checkpoint from any causal LM, and the verification of a folder.
+
+    python -m alar.methods.dual build Qwen/Qwen2.5-3B-Instruct checkpoints/dual_qwen_3b
+    --think-missing clone_eos python -m alar.methods.dual verify checkpoints/dual_qwen_3b
+
+V is the number of rows of the base's embedding, spare ones included, so that a full copy doubles
+the softmax exactly; added tags take spare rows first. The result is an ordinary checkpoint of the
+base's architecture with V + L rows, tied where the base's are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from alar import protocol
+from alar.methods.dual.vocabulary import META, MODES, DualVocab
+from alar.model.checkpoints import base_config, resolve, save
+
+THINK_MISSING = ("error", "add", "clone_eos", "literal")
+END_OF_TURN = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|end|>",
+    "</s>",
+)  # Qwen, Llama-3, Phi-3, older Llama and Mistral
+CLONE_NOISE = 0.01  # of the mean absolute entry of the cloned row
+ADDED_STD = 0.02
+
+
+def clone_source(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The end-of-turn token, whose rows new tags are cloned from: the first of `END_OF_TURN` that
+    is there, else EOS."""
+    known = tokenizer.get_vocab()
+    found = next((token for token in END_OF_TURN if token in known), tokenizer.eos_token)
+    if found is None:
+        raise ValueError(
+            f"think_missing clone_eos: the tokenizer has none of {', '.join(END_OF_TURN)} and no"
+            " eos_token"
+        )
+    return found
+
+
+def most_used(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, size: int = 0) -> list[int]:
+    """Source ids for mode "subset": those that the chains of thought use, the `size` most frequent
+    (0: all), ascending."""
+    counts = Counter()
+    for text in texts:
+        counts.update(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+    if not counts:
+        raise ValueError(
+            "mode subset: the texts are empty; give the chains of thought that are to be trained on"
+        )
+    return sorted(token for token, _ in counts.most_common(size or None))
+
+
+def build(
+    base: str | Path,
+    folder: str | Path,
+    *,
+    mode: str = "full_copy",
+    source_ids: Sequence[int] | None = None,
+    texts: Iterable[str] | None = None,
+    size: int = 0,
+    think_missing: str = "error",
+    think_end_bias: float = 5.0,
+    seed: int = 0,
+    domain: str = "search",
+) -> DualVocab:
+    """Write a dual checkpoint of `base` ("embedded", a hub id or a folder) and return what its meta
+    file says.
+
+    `mode`: "full_copy" mirrors all ids, "subset" those that `texts` use (`size` of them), "custom"
+    the given `source_ids`. `think_missing` says what happens where `<think>` and `</think>` are no
+    single tokens: "error"; "add" them with small random rows; "clone_eos", rows of the end-of-turn
+    token with a little noise; or "literal", they stay text of several pieces, which a base that was
+    trained on them already writes. Raises ValueError that names the argument.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r}: expected one of {', '.join(MODES)}")
+    if (texts is not None) != (mode == "subset") or (source_ids is not None) != (mode == "custom"):
+        raise ValueError(
+            f"mode {mode}: subset goes with texts, custom with source_ids, full_copy with neither"
+        )
+    if think_missing not in THINK_MISSING:
+        raise ValueError(
+            f"think_missing {think_missing!r}: expected one of {', '.join(THINK_MISSING)}"
+        )
+    source = resolve(base, domain)
+    if getattr(base_config(source), "num_latent", None) is not None:
+        raise ValueError(
+            f"{source}: a latent checkpoint; a dual vocabulary is built from an ordinary base"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    made, cloned = _add_tags(model, tokenizer, think_missing, seed)
+    visible = model.get_input_embeddings().num_embeddings
+    if mode == "full_copy":
+        source_ids = range(visible)
+    elif mode == "subset":
+        source_ids = most_used(texts, tokenizer, size)
+    dual = DualVocab(
+        base_model=str(base),
+        V=visible,
+        L=len(source_ids),
+        mode=mode,
+        source_ids=tuple(map(int, source_ids)),
+        think_start_token=protocol.THINK_OPEN,
+        think_start_ids=_ids(tokenizer, protocol.THINK_OPEN),
+        think_end_token=protocol.THINK_CLOSE,
+        think_end_ids=_ids(tokenizer, protocol.THINK_CLOSE),
+        think_made=made,
+        cloned_from=cloned,
+        think_end_bias=think_end_bias,
+    )
+    model.resize_token_embeddings(visible + dual.L, mean_resizing=False)
+    with torch.no_grad():
+        for table in _tables(model):
+            table[visible:] = table[list(dual.source_ids)]
+    model.dual_vocab = dual
+    save(model, tokenizer, folder)
+    return dual
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, tag: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(tag, add_special_tokens=False))
+
+
+def _tables(model) -> list[Tensor]:
+    """What has one row per id: the embedding, and an untied head with its bias."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    untied = [] if head.weight is embedding else [head.weight]
+    return [embedding, *untied, *([head.bias] if head.bias is not None else [])]
+
+
+def _add_tags(
+    model, tokenizer: PreTrainedTokenizerBase, think_missing: str, seed: int
+) -> tuple[str, str]:
+    """Make the tags known as `think_missing` says; returns how they were made and the token that
+    was cloned."""
+    tags = (protocol.THINK_OPEN, protocol.THINK_CLOSE)
+    special = [tag for tag in tags if tag in tokenizer.all_special_tokens]
+    if special:
+        raise ValueError(
+            f"{special[0]} is a special token here, which decoding drops; make it an ordinary added"
+            " token"
+        )
+    missing = [tag for tag in tags if len(_ids(tokenizer, tag)) > 1]
+    if not missing:
+        return "present", ""
+    if think_missing == "error":
+        raise ValueError(
+            f"{' and '.join(missing)}: no single token of this tokenizer; choose think_missing"
+            " clone_eos (recommended), add, or literal for a base that writes the tags as text"
+        )
+    if think_missing == "literal":
+        return "literal", ""
+    cloned = clone_source(tokenizer) if think_missing == "clone_eos" else ""
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in missing])
+    rows = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > rows:
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for table in _tables(model):
+            for tag in missing:
+                new = table[tokenizer.convert_tokens_to_ids(tag)]
+                noise = torch.randn(new.shape, generator=generator).to(new)
+                if cloned:
+                    origin = table[tokenizer.convert_tokens_to_ids(cloned)]
+                    new.copy_(origin + noise * origin.abs().mean() * CLONE_NOISE)
+                else:
+                    new.copy_(noise * ADDED_STD)
+    return think_missing, cloned
+
+
+def verify(folder: str | Path, *, untrained: bool = False) -> DualVocab:
+    """Check a dual checkpoint folder against its meta file: config, tokenizer, weights; with
+    `untrained`, also that every mirror still equals its source. Raises ValueError that names file
+    and field, one line for each problem.
+    """
+    folder = Path(folder)
+    dual = DualVocab.read(folder)
+    problems = [*_tokenizer_problems(folder, dual), *_weight_problems(folder, dual, untrained)]
+    if problems:
+        raise ValueError("\n".join(problems))
+    return dual
+
+
+def _tokenizer_problems(folder: Path, dual: DualVocab) -> list[str]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = []
+    if len(tokenizer) > dual.V:
+        found.append(
+            f"{folder}/tokenizer.json: has {len(tokenizer)} tokens, but {META} has V = {dual.V}"
+        )
+    for name, tag in (
+        ("think_start_ids", dual.think_start_token),
+        ("think_end_ids", dual.think_end_token),
+    ):
+        ids = _ids(tokenizer, tag)
+        if ids != getattr(dual, name):
+            found.append(
+                f"{folder}/{META}: {name}: {getattr(dual, name)}, but the tokenizer writes {tag} as"
+                f" {ids}"
+            )
+    return found
+
+
+def _weight_problems(folder: Path, dual: DualVocab, untrained: bool) -> list[str]:
+    tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(
+        "tie_word_embeddings", False
+    )
+    wanted = {"embed_tokens.weight": True, "lm_head.weight": not tied}
+    found, rows = [], dual.V + dual.L
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as tensors:
+            for key in tensors.keys():
+                suffix = next((suffix for suffix in wanted if key.endswith(suffix)), None)
+                if suffix is None:
+                    continue
+                wanted[suffix] = False
+                count = tensors.get_slice(key).get_shape()[0]
+                if count != rows:
+                    found.append(f"{path}: {key}: {count} rows, but {META} has V + L = {rows}")
+                elif untrained:
+                    table = tensors.get_tensor(key)
+                    different = (
+                        (table[dual.V :] != table[list(dual.source_ids)]).any(-1).nonzero()[:, 0]
+                    )
+                    if len(different):
+                        j = int(different[0])
+                        found.append(
+                            f"{path}: {key}: {len(different)} mirrors differ from their sources,"
+                            f" the first is id {dual.V + j} of source {dual.source_ids[j]}"
+                        )
+    return found + [
+        f"{folder}: {name}: no such weight in its safetensors files"
+        for name, absent in wanted.items()
+        if absent
+    ]

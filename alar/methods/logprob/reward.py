@@ -1,0 +1,96 @@
+"""The log-prob reward of the trainer (`RLConfig.logprob_reward`), beside binary exact match.
+
+    r = (1 − w) · EM + w · ŝ,    ŝ = (s − mean_G s) / std_G s
+
+with s the score of `alar.methods.logprob.scoring` and G the rollouts of one prompt; w = 0 is exact
+match alone, w = 1 LatentReasoning's continuous reward. The published OPEN = −2 is no floor:
+reasoning that closes on a wrong answer scores −5 … −25, so in a group of wrong rollouts one that
+never closes is the best. Repaired, it counts as the lowest of its group. Deliberate: INVALID scores
+say nothing about a policy, so they take no part in a group and earn 0 there; and validation, greedy
+and one rollout a prompt, is judged by exact match.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from alar.methods.logprob.scoring import INVALID, OPEN
+from alar.rl.objective import group_advantages
+
+VARIANTS = ("published", "repaired")
+
+
+@dataclass(frozen=True)
+class LogProbReward:
+    """`weight` is w. `normalise=False` takes s itself for ŝ. `url`: a scorer server instead of the
+    trainer's own frozen reference, which scores in process."""
+
+    weight: float = 0.5
+    normalise: bool = True
+    variant: str = "published"
+    url: str = ""
+
+    def __post_init__(self):
+        if self.variant not in VARIANTS:
+            raise ValueError(
+                f"logprob_reward.variant is {self.variant!r}: expected one of {', '.join(VARIANTS)}"
+            )
+        if not 0 <= self.weight <= 1:
+            raise ValueError(
+                f"logprob_reward.weight is {self.weight}: expected a share, 0 for exact match alone"
+            )
+
+
+def mixed_rewards(
+    scores: Sequence[float],
+    correct: Sequence[bool],
+    groups: Sequence[Hashable],
+    settings: LogProbReward,
+) -> list[float]:
+    """The reward of every rollout, in their order. Raises ValueError for a score that is NaN:
+    nothing scored that rollout."""
+    if settings.weight == 0:
+        return [float(right) for right in correct]
+    if any(math.isnan(score) for score in scores):
+        raise ValueError(
+            "a rollout has no log-prob score: the trainer's scorer must score all of them"
+        )
+    if settings.variant == "repaired":
+        scores = open_as_lowest(scores, groups)
+    if settings.normalise:
+        support = group_normalised(scores, groups)
+    else:
+        support = [0.0 if score == INVALID else score for score in scores]
+    return [
+        (1 - settings.weight) * right + settings.weight * value
+        for right, value in zip(correct, support, strict=True)
+    ]
+
+
+def open_as_lowest(values: Sequence[float], groups: Sequence[Hashable]) -> list[float]:
+    """The scores with OPEN replaced by the lowest of its group, if that is lower."""
+    lowest: dict[Hashable, float] = {}
+    for value, group in zip(values, groups, strict=True):
+        if value != INVALID:
+            lowest[group] = min(value, lowest.get(group, value))
+    return [lowest[group] if value == OPEN else value for value, group in zip(values, groups)]
+
+
+def group_normalised(values: Sequence[float], groups: Sequence[Hashable]) -> list[float]:
+    """(value − mean) / std over the values of its group; a group of one keeps its value; INVALID
+    ones take no part, and get 0."""
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+    valid = [row for row, value in enumerate(values) if value != INVALID]
+    normalised = [0.0] * len(values)
+    if valid:
+        members = torch.tensor([numbers[groups[row]] for row in valid])
+        found = group_advantages(
+            torch.tensor([values[row] for row in valid], dtype=torch.float64), members
+        )
+        for row, value in zip(valid, found.tolist()):
+            normalised[row] = value
+    return normalised

@@ -1,0 +1,123 @@
+"""The ratio in the prompt, and training examples of turns compressed at that ratio.
+
+The prompt says `<eos>0.5<eos>` between the user's text and the template's own end of the turn, at
+ratio 1.0 too. Each sample gets one ratio, drawn at random; at 1.0 its turns are the recorded
+tokens, at others they are written anew around the compressed thought, by a codec of the model that
+is trained: one with a dual vocabulary writes thoughts in mirrors. The loss falls on everything that
+the policy wrote, and never on the condition or an observation.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from alar.protocol import Form, Prompted, Trusted
+from alar.records import Origin, Question, Trajectory
+from alar.rollout.codec import Codec
+from alar.rollout.loop import Environment, with_form
+from alar.train.examples import Example, labels_from_origins
+
+Remap = Callable[[Example], Example]
+
+
+def conditioned_form(form: Form, ratio: float, eos: str) -> Form:
+    """A domain's form whose prompts state a ratio; `eos` is the text of that token. They raise
+    ValueError where the template does not close the user's turn with it."""
+
+    def prompt(question: Question) -> Sequence[str]:
+        pieces = list(form.prompt(question))
+        closing = [
+            i
+            for i, piece in enumerate(pieces)
+            if isinstance(piece, Trusted) and piece.startswith(eos)
+        ]
+        if not closing:
+            raise ValueError(
+                f"the prompt of {question.id} has no {eos} that ends the user's turn, so a ratio"
+                " has no place in it: take a model whose end-of-sequence token closes a turn, as"
+                " that of instruct models does"
+            )
+        pieces[closing[-1] : closing[-1]] = [Trusted(eos), str(ratio), Trusted(eos)]
+        return pieces
+
+    return Prompted(form, prompt)
+
+
+def conditioned(environment: Environment, ratio: float, eos: str) -> Environment:
+    """The environment with the ratio in its prompts."""
+    return with_form(environment, conditioned_form(environment.form, ratio, eos))
+
+
+def example_at(
+    trajectory: Trajectory, thoughts: Sequence[str], ratio: float, codec: Codec
+) -> Example:
+    """A trajectory under the condition `ratio` with these thoughts, one for each turn.
+
+    At ratio 1 the recorded tokens stay, unless `codec` writes thoughts in the mirrors of a dual
+    vocabulary.
+    """
+    if len(thoughts) != len(trajectory.turns):
+        raise ValueError(
+            f"{trajectory.question.id}: {len(thoughts)} thoughts for {len(trajectory.turns)} turns"
+        )
+    recorded = ratio == 1 and getattr(codec, "dual", None) is None
+    form = conditioned_form(codec.form, ratio, codec.tokenizer.eos_token)
+    ids = codec.encode(form.prompt(trajectory.question))
+    origins, cursor = [Origin.PROMPT] * len(ids), trajectory.turns[0].start
+    for number, turn in enumerate(trajectory.turns):
+        ids += trajectory.ids[cursor : turn.start]
+        origins += trajectory.origins[cursor : turn.start]
+        if recorded:
+            written, marks = (
+                trajectory.ids[turn.start : turn.end],
+                trajectory.origins[turn.start : turn.end],
+            )
+        else:
+            written, marks = codec.think_turn(
+                thoughts[number], turn.action, turn.argument, first=number == 0
+            )
+        ids += written
+        origins += marks
+        cursor = turn.end
+    return Example(ids, labels_from_origins(ids, origins), 0)
+
+
+def drawn_ratios(count: int, ratios: Sequence[float], seed: int) -> list[float]:
+    """One of `ratios` for each of `count` samples."""
+    rng = random.Random(f"tokenskip ratios {seed}")
+    return [rng.choice(list(ratios)) for _ in range(count)]
+
+
+def prepared(
+    trajectories: Sequence[Trajectory],
+    rows: Sequence[dict],
+    codec: Codec,
+    ratios: Sequence[float],
+    seed: int,
+    *,
+    remap: Remap | None = None,
+) -> tuple[list[Example], list[float]]:
+    """(examples, their ratios) from trajectories and their rows of
+    `alar.methods.tokenskip.compress`, in the same order.
+
+    `remap` rewrites an example, such as for a model that learns from some positions only. Raises
+    ValueError for rows of other trajectories, or without one of the ratios.
+    """
+    chosen = drawn_ratios(len(trajectories), ratios, seed)
+    examples = []
+    for trajectory, row, ratio in zip(trajectories, rows, chosen, strict=True):
+        if row["id"] != trajectory.question.id:
+            raise ValueError(
+                f"the compressed thoughts of {row['id']} stand where {trajectory.question.id}"
+                " should: compress again"
+            )
+        if ratio != 1 and str(ratio) not in row["rates"]:
+            raise ValueError(
+                f"ratio {ratio} is to be trained, but the thoughts are compressed at"
+                f" {', '.join(row['rates'])} only: add it to tokenskip.compress_ratios"
+            )
+        thoughts = row["thoughts"] if ratio == 1 else row["rates"][str(ratio)]["thoughts"]
+        example = example_at(trajectory, thoughts, ratio, codec)
+        examples.append(remap(example) if remap else example)
+    return examples, chosen

@@ -1,0 +1,109 @@
+"""The trained model at every ratio: rows of the common comparison, and TokenSkip's own table.
+
+Its columns are those of LatentReasoning's report: accuracy, mean think tokens (inside the blocks,
+tags left out), and the mean of all generated tokens over the questions answered correctly; with the
+scorer and the kind of model in every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import pandas as pd
+
+from alar.engines.choice import opened_engine
+from alar.evaluate import statistics, tables
+from alar.methods.comparison import Comparison, Method
+from alar.methods.tokenskip.collect import cot_tokens
+from alar.methods.tokenskip.examples import conditioned
+from alar.rollout.engine import Engine
+
+NAMES = {"standard": "TokenSkip", "dual": "TokenSkip, dual vocabulary"}
+
+
+def method_at(ratio: float, checkpoint, scorer: str, kind: str = "standard", **costs) -> Method:
+    """The row of one ratio; `costs` are training_seconds and training_tokens, the same for all
+    ratios of one training."""
+    return Method(NAMES[kind], checkpoint, settings={"ratio": ratio, "scorer": scorer}, **costs)
+
+
+def measure(
+    comparison: Comparison,
+    ratios: Sequence[float],
+    checkpoint,
+    scorer: str,
+    *,
+    kind: str = "standard",
+    progress: Callable[[float], Callable[[Iterable], Iterable]] = lambda ratio: iter,
+    **costs,
+) -> None:
+    """Measure `checkpoint` under the condition of every ratio. `progress(ratio)` wraps the
+    questions of one."""
+
+    def columns(trajectories, engine: Engine) -> dict[str, list]:
+        return {"cot_tokens": [cot_tokens(trajectory, engine.codec) for trajectory in trajectories]}
+
+    with opened_engine(checkpoint, comparison.engine) as engine:
+        for ratio in ratios:
+            comparison.measure(
+                method_at(ratio, checkpoint, scorer, kind, **costs),
+                engine=engine,
+                environment=conditioned(
+                    comparison.environment, ratio, engine.codec.tokenizer.eos_token
+                ),
+                columns=columns,
+                progress=progress(ratio),
+            )
+
+
+def ratio_table(comparison: Comparison, *, resamples: int = 10_000, seed: int = 0) -> pd.DataFrame:
+    """`tables.RATIOS`: every ratio measured in this run, of both kinds of model. Intervals are
+    bootstrapped over the questions."""
+    answers, rows = comparison.answers(), []
+    options = {"resamples": resamples, "seed": seed}
+    for kind, name in NAMES.items():
+        for record in (record for record in comparison.records() if record["name"] == name):
+            found = answers[answers["system"] == record["label"]].sort_values("question_id")
+            right = found.loc[found["correct"], "generated_tokens"]
+            means = {
+                "accuracy": statistics.bootstrap_mean(found["correct"].astype(float), **options),
+                "think_tokens": statistics.bootstrap_mean(found["cot_tokens"], **options),
+                "correct_tokens": (
+                    statistics.bootstrap_mean(right, **options)
+                    if len(right)
+                    else [float("nan")] * 3
+                ),
+            }
+            intervals = {
+                f"{key}{end}": x
+                for key, mean in means.items()
+                for end, x in zip(("", "_low", "_high"), mean)
+            }
+            about = {
+                "model": kind,
+                "scorer": record["settings"]["scorer"],
+                "ratio": record["settings"]["ratio"],
+                "n": len(found),
+            }
+            rows.append(about | intervals | {"generated_tokens": found["generated_tokens"].mean()})
+    table = pd.DataFrame(rows, columns=list(tables.RATIOS.columns))
+    return tables.read(
+        table.sort_values(["model", "scorer", "ratio"], ascending=[False, True, False]),
+        tables.RATIOS,
+    )
+
+
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """`tables.RATIOS` with the report's column names, each value followed by its interval."""
+
+    return pd.DataFrame(
+        {
+            "model": table["model"],
+            "scorer": table["scorer"],
+            "ratio": table["ratio"],
+            "n": table["n"],
+            "accuracy %": tables.with_intervals(table, "accuracy", 100),
+            "think tokens": tables.with_intervals(table, "think_tokens", 1),
+            "tokens (correct)": tables.with_intervals(table, "correct_tokens", 1),
+        }
+    ).set_index(["model", "scorer", "ratio"])

@@ -1,9 +1,0 @@
-"""The search domain: corpus, questions, retrieval and the exact-match metric.
-
-Only the metric is imported here; retrieval pulls in FAISS and is imported where it is used
-(`from alar.search import retriever`).
-"""
-
-from alar.search.metrics import exact_match, normalize_answer
-
-__all__ = ["exact_match", "normalize_answer"]

@@ -1,0 +1,130 @@
+"""Contestants of a rollout: the in-process engine against `transformers.generate`, in the one agent
+loop.
+
+`GenerateEngine` is what a reader would write without an engine: the whole context of every
+trajectory is padded on the left and prefilled again for each turn, and the batch decodes until its
+last row has stopped. Explicit mode on the plain base model, greedy, so that both write the same
+text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from alar.records import Origin, Question
+from alar.rollout import loop
+from alar.rollout.codec import Codec
+from alar.rollout.engine import Engine, Sampling, TurnOutput, TurnRequest
+from alar.rollout.hf import HFEngine
+from alar.study.bench.measure import Case, Comparison, Contestant
+
+
+class GenerateEngine(Engine):
+    """`Engine` by `transformers.generate`: greedy, explicit mode only, nothing kept from turn to
+    turn. All submitted turns are one batch, which a step writes to its end."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+        self.model, self.tokenizer = model.eval(), tokenizer
+        self.codec = Codec.of(model, tokenizer)
+        self.waiting: list[TurnRequest] = []
+        self.sampling = Sampling()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting)
+
+    def submit(self, requests: Sequence[TurnRequest], sampling: Sampling) -> None:
+        if sampling.temperature > 0 or any(
+            request.forced or len(request.latents) for request in requests
+        ):
+            raise ValueError(
+                "GenerateEngine is greedy and knows neither forced tags nor latent blocks: use"
+                " HFEngine"
+            )
+        self.waiting += requests
+        self.sampling = sampling
+
+    def step(self) -> list[tuple[TurnRequest, TurnOutput]]:
+        requests, self.waiting = self.waiting, []
+        return list(zip(requests, self._write(requests, self.sampling))) if requests else []
+
+    def release(self, sessions: Sequence[int]) -> None:
+        """Nothing is kept but turns that wait."""
+        self.waiting = [request for request in self.waiting if request.session not in set(sessions)]
+
+    @torch.no_grad()
+    def _write(self, requests: Sequence[TurnRequest], sampling: Sampling) -> list[TurnOutput]:
+        pad, width = self.tokenizer.pad_token_id, max(len(request.ids) for request in requests)
+        table = [[pad] * (width - len(request.ids)) + list(request.ids) for request in requests]
+        mask = [[0] * (width - len(request.ids)) + [1] * len(request.ids) for request in requests]
+        device = self.model.device
+        output = self.model.generate(
+            input_ids=torch.tensor(table, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            max_new_tokens=sampling.max_new_tokens,
+            do_sample=False,
+            pad_token_id=pad,
+            stop_strings=list(sampling.stop),
+            tokenizer=self.tokenizer,
+        )
+        return [self._turn(row, sampling) for row in output[:, width:].tolist()]
+
+    def _turn(self, ids: list[int], sampling: Sampling) -> TurnOutput:
+        while (
+            ids and ids[-1] == self.tokenizer.pad_token_id
+        ):  # rows that stopped before the last one
+            ids = ids[:-1]
+        stopped = any(stop in self.codec.text(ids[-8:]) for stop in sampling.stop)
+        eos = bool(ids) and ids[-1] == self.tokenizer.eos_token_id
+        finish = "eos" if eos else "stop" if stopped else "length"
+        return TurnOutput(
+            ids, [int(Origin.SAMPLED)] * len(ids), [float("nan")] * len(ids), [], finish
+        )
+
+
+def rollout_case(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    environment: loop.Environment,
+    questions: Sequence[Question],
+    *,
+    batch_size: int = 64,
+    single_questions: int = 4,
+    max_turns: int = 6,
+    max_new_tokens: int = 128,
+) -> Case:
+    """All questions, `batch_size` at once; one at a time only the first `single_questions`,
+    compared per token."""
+    if not 1 <= single_questions <= len(questions):
+        raise ValueError(
+            f"single_questions is {single_questions}: expected 1 to {len(questions)}, the questions"
+            " there are"
+        )
+    sampling = Sampling(max_new_tokens=max_new_tokens, stop=environment.stop)
+
+    def rollouts(engine, asked: Sequence[Question], at_once: int):
+        def run() -> int:
+            options = {"modes": "off", "max_turns": max_turns, "batch_size": at_once}
+            found = loop.run(asked, engine(model, tokenizer), environment, sampling, **options)
+            return sum(trajectory.generated_tokens for trajectory in found)
+
+        return run
+
+    few, batched = questions[:single_questions], f"generate, batch {batch_size}"
+    contestants = (
+        Contestant("ours", rollouts(HFEngine, questions, batch_size)),
+        Contestant(batched, rollouts(GenerateEngine, questions, batch_size)),
+        Contestant(
+            "generate, batch 1",
+            rollouts(GenerateEngine, few, 1),
+            rollouts(GenerateEngine, questions[:1], 1),
+        ),
+    )
+    comparisons = (
+        Comparison(batched, "ours", at_least=1.5),
+        Comparison("generate, batch 1", "ours", at_least=8.0),
+    )
+    return Case("rollouts", f"laptop, {batch_size} at once", contestants, comparisons)

@@ -1,0 +1,111 @@
+"""Serving: whether two engines write the same, and how many tokens a second come out of an engine
+or a server."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import numpy as np
+import pandas as pd
+import torch
+
+from alar.records import Origin, Trajectory
+from alar.rollout.engine import Engine, Sampling, TurnRequest
+from alar.rollout.hf import policy_logits
+
+NEAR_TIE = 1e-4  # in log-probability: two ids this close may change places by rounding
+
+
+def agreement(model, one: Sequence[Trajectory], other: Sequence[Trajectory]) -> pd.DataFrame:
+    """One row per question that two engines answered greedily with the weights of the latent
+    `model`.
+
+    same, same_answer: all ids, the prediction · margin: by how much the first engine's id was the
+    likelier one where they first differ (NaN if they do not, infinite if one record only goes on
+    longer) · logprob_difference, latent_difference: the largest over what is written before that.
+    """
+    return pd.DataFrame([_compared(model, *pair) for pair in zip(one, other, strict=True)])
+
+
+def _compared(model, one: Trajectory, other: Trajectory) -> dict:
+    pairs = list(zip(one.ids, other.ids))
+    equal = next((index for index, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    margin = float("nan") if one.ids == other.ids else float("inf")
+    if equal < len(pairs):
+        margin = _margin(model, one.ids[:equal], *pairs[equal])
+    thoughts = one.count(Origin.LATENT, span=(0, equal))
+    apart = np.abs(np.subtract(one.logprobs[:equal], other.logprobs[:equal]))
+    return {
+        "question_id": one.question.id,
+        "generated_tokens": one.generated_tokens,
+        "same": one.ids == other.ids,
+        "same_answer": one.prediction == other.prediction,
+        "margin": margin,
+        "logprob_difference": np.nan_to_num(apart).max(initial=0.0),
+        "latent_difference": (
+            np.abs(one.latents[:thoughts] - other.latents[:thoughts]).max(initial=0.0)
+        ),
+    }
+
+
+@torch.no_grad()
+def _margin(model, ids: Sequence[int], token: int, other: int) -> float:
+    """log p(token) − log p(other) after `ids`."""
+    hidden = model.latent_states(torch.tensor([ids], device=model.device)).hidden[0, -1]
+    logits = policy_logits(model, hidden)
+    return (logits[token] - logits[other]).item()
+
+
+def engine_throughput(
+    engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, concurrent: int
+) -> dict:
+    """One turn for each prompt, at most `concurrent` at once; a row of `tables.THROUGHPUT` without
+    its route."""
+    waiting = deque(TurnRequest(session, ids, []) for session, ids in enumerate(prompts))
+    tokens, under_way, began = 0, 0, time.perf_counter()
+    while waiting or engine.busy:
+        entering = [waiting.popleft() for _ in range(min(len(waiting), concurrent - under_way))]
+        engine.submit(entering, sampling)
+        ended = engine.step()
+        engine.release([request.session for request, _ in ended])
+        tokens += sum(len(output.ids) for _, output in ended)
+        under_way += len(entering) - len(ended)
+    return _row(concurrent, len(prompts), tokens, time.perf_counter() - began)
+
+
+def server_throughput(
+    address: str, model: str, prompts: Sequence[Sequence[int]], sampling: Sampling, concurrent: int
+) -> dict:
+    """The same over the OpenAI-compatible API, with `concurrent` clients. Raises
+    httpx.HTTPStatusError for a failed request."""
+    body = {
+        "model": model,
+        "temperature": sampling.temperature,
+        "max_tokens": sampling.max_new_tokens,
+        "vllm_xargs": {"latent_stops": list(sampling.stop)},
+    }
+    with httpx.Client(timeout=600, limits=httpx.Limits(max_connections=concurrent)) as client:
+
+        def tokens_of(prompt) -> int:
+            answer = client.post(f"{address}/v1/completions", json={**body, "prompt": list(prompt)})
+            return answer.raise_for_status().json()["usage"]["completion_tokens"]
+
+        with ThreadPoolExecutor(concurrent) as clients:
+            began = time.perf_counter()
+            tokens = sum(clients.map(tokens_of, prompts))
+            seconds = time.perf_counter() - began
+    return _row(concurrent, len(prompts), tokens, seconds)
+
+
+def _row(concurrent: int, turns: int, tokens: int, seconds: float) -> dict:
+    return {
+        "concurrent": concurrent,
+        "turns": turns,
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+    }

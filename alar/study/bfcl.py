@@ -1,0 +1,171 @@
+"""Evaluation of any checkpoint, through any engine, on BFCL's single-turn categories: resumable,
+per category and macro.
+
+    python -m alar.study.bfcl FOLDER RESULTS        the paper's four categories; --help lists the rest
+
+Every `shard` questions are written as one file of trajectories, in one step; a later call with the
+same settings reads what is there and goes on. Questions too long for the model's context are wrong
+answers, counted in the table, not left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import pandas as pd
+from transformers import AutoConfig
+
+from alar.domains.tool import bfcl
+from alar.domains.tool.environment import ToolEnvironment, verdict
+from alar.domains.tool.requests import bfcl_request
+from alar.engines.choice import ENGINES, opened_engine
+from alar.evaluate.systems import evaluate, question_table
+from alar.records import Question, Trajectory, read_trajectories, write_trajectories
+from alar.rollout.engine import Engine
+from alar.rollout.loop import MODES
+from alar.study.parts import checkpoint_identity, same_settings
+from alar.study.stage import progress
+
+
+def evaluate_bfcl(
+    engine: Engine,
+    folder: str | Path,
+    *,
+    checkpoint: str | Path,
+    categories: Sequence[str] = bfcl.PAPER_CATEGORIES,
+    mode: str = "free",
+    max_new_tokens: int = 2048,
+    context: int = 32768,
+    questions: int | None = None,
+    batch_size: int = 64,
+    shard: int = 128,
+    progress: Callable[[Iterable], Iterable] = iter,
+) -> pd.DataFrame:
+    """Greedy rollouts; one row per question: `category`, `correct`, `reason`, and the columns of
+    `question_table`.
+
+    `checkpoint` is what the engine was opened on, a folder or a hub id: its content belongs to the
+    settings of the results. `questions` limits each category to its first ones; `context` is the
+    model's number of positions. `bfcl.accuracy_table` turns the result into accuracies with
+    intervals. Raises ValueError if `folder` holds results of other settings, and for the Java and
+    JavaScript categories, whose prompts would have to ask for source text in place of JSON values.
+    """
+    if foreign := set(categories) & set(bfcl.LANGUAGES):
+        raise ValueError(
+            f"categories: {', '.join(sorted(foreign))} cannot be asked here; the checker can judge"
+            " their answers"
+        )
+    folder = Path(folder)
+    settings = {
+        "checkpoint": checkpoint_identity(checkpoint),
+        "mode": mode,
+        "max_new_tokens": max_new_tokens,
+        "context": context,
+    }
+    settings |= {"shard": shard, "data": bfcl.PACKAGE}
+    same_settings(folder / "settings.json", settings)
+    environment, tables = ToolEnvironment(execute=False), []
+    for category in categories:
+        asked = [
+            bfcl_request(item).question(item.id, world="bfcl")
+            for item in bfcl.load_category(category)[:questions]
+        ]
+        trajectories: list[Trajectory] = []
+        for start in range(0, len(asked), shard):
+            part = asked[start : start + shard]
+            path = folder / f"{category}-{start:05d}-{len(part)}.jsonl"
+            if not path.exists():
+                short = [q for q in part if _fits(engine, q, context - max_new_tokens)]
+                rolled = evaluate(
+                    engine,
+                    environment,
+                    short,
+                    mode=mode,
+                    max_new_tokens=max_new_tokens,
+                    max_turns=1,
+                    batch_size=batch_size,
+                    progress=progress,
+                )
+                write_trajectories(path, rolled)
+            trajectories += read_trajectories(path)
+        tables.append(_table(category, asked, trajectories))
+    return pd.concat(tables, ignore_index=True)
+
+
+def _table(
+    category: str, asked: Sequence[Question], trajectories: Sequence[Trajectory]
+) -> pd.DataFrame:
+    table = question_table(trajectories, "bfcl").assign(
+        reason=[verdict(t).reason for t in trajectories]
+    )
+    missing = sorted({q.id for q in asked} - set(table["question_id"]))
+    absent = pd.DataFrame(
+        {
+            "question_id": missing,
+            "correct": False,
+            "reason": "the prompt is longer than the model's context",
+        }
+    )
+    return (
+        pd.concat([table, absent], ignore_index=True).assign(category=category)
+        if missing
+        else table.assign(category=category)
+    )
+
+
+def _fits(engine: Engine, question: Question, room: int) -> bool:
+    return len(engine.codec.encode(ToolEnvironment.form.prompt(question))) + 32 <= room
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m alar.study.bfcl", description="Ask a checkpoint BFCL's own questions."
+    )
+    parser.add_argument("checkpoint", type=Path, help="model folder, latent or not")
+    parser.add_argument(
+        "results",
+        type=Path,
+        help="folder of the trajectories and the tables; an interrupted call goes on there",
+    )
+    parser.add_argument(
+        "--categories",
+        nargs="+",
+        choices=bfcl.ASKED_CATEGORIES,
+        default=bfcl.PAPER_CATEGORIES,
+        metavar="NAME",
+    )
+    parser.add_argument(
+        "--questions", type=int, help="the first ones of each category (default: all)"
+    )
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default="free",
+        help='"off" for a base without latent blocks (default: free)',
+    )
+    parser.add_argument("--engine", choices=ENGINES, default="hf")
+    parser.add_argument("--max-new-tokens", type=int, default=2048)
+    options = parser.parse_args(argv)
+    try:
+        context = AutoConfig.from_pretrained(options.checkpoint).max_position_embeddings
+        with opened_engine(options.checkpoint, options.engine) as engine:
+            table = evaluate_bfcl(
+                engine, options.results, checkpoint=options.checkpoint, categories=options.categories, mode=options.mode,
+                max_new_tokens=options.max_new_tokens, context=context, questions=options.questions,
+                progress=progress,
+            )  # fmt: skip
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    accuracy = bfcl.accuracy_table(table)
+    table.to_csv(options.results / "questions.csv", index=False)
+    accuracy.to_csv(options.results / "accuracy.csv", index=False)
+    print(accuracy.to_string(index=False, float_format="{:.3f}".format))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""What this machine has: GPUs, memory, disk, a retrieval server, engines."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import torch
+
+from alar.domains.search.client import HTTPRetriever
+from alar.domains.search.corpus import RetrievalError
+from alar.study import provenance
+
+CONNECT_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class GPU:
+    name: str
+    memory: int  # bytes
+
+
+def gpus() -> tuple[list[GPU], str]:
+    """The GPUs that torch can use, and a remark where the driver shows some that it cannot."""
+    if torch.cuda.is_available():
+        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        return [GPU(each.name, each.total_memory) for each in found], ""
+    seen = provenance.nvidia_gpus()
+    if not seen:
+        return [], "none found"
+    return (
+        [],
+        (
+            f"the driver shows {len(seen)} × {seen[0][0]}, but torch {torch.__version__} cannot use"
+            " them"
+        ),
+    )
+
+
+def host_memory() -> int:
+    """Bytes of memory of this machine."""
+    return psutil.virtual_memory().total
+
+
+def existing(path: Path) -> Path:
+    """The path or the nearest folder above it that exists."""
+    path = path.absolute()
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def free_disk(path: Path) -> tuple[int, int]:
+    """(device number, free bytes) of the file system that `path` is or will be on."""
+    place = existing(path)
+    return place.stat().st_dev, psutil.disk_usage(str(place)).free
+
+
+def installed_version(package: str) -> str:
+    """ "" if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def pinned_versions(requirements: Path) -> dict[str, str]:
+    """Package → version of every `name==version` line of the files in this folder."""
+    lines = [
+        line
+        for file in sorted(requirements.glob("*.txt"))
+        for line in file.read_text(encoding="utf-8").splitlines()
+    ]
+    return dict(
+        match.groups() for line in lines if (match := re.match(r"([\w.-]+)==([^\s;]+)", line))
+    )
+
+
+def is_here(host: str) -> bool:
+    return host in ("localhost", "127.0.0.1", "::1", "0.0.0.0", socket.gethostname())
+
+
+def retrieval_server(url: str) -> tuple[str, str]:
+    """(state, detail) of the address: "answers" a search; "free", nothing listens; "taken", by
+    something else."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        return "free", f"nothing listens on port {port} of {host} ({error.strerror or error})"
+    try:
+        (hits,) = HTTPRetriever(url, timeout=60.0, retries=0).search(["capital of France"], 1)
+    except RetrievalError as error:
+        return (
+            "taken",
+            (
+                f"port {port} of {host} is taken by something that is no retrieval server"
+                f" ({str(error).splitlines()[0]})"
+            ),
+        )
+    return (
+        ("answers", f"{hits[0].passage.title!r} for a first query")
+        if hits
+        else ("taken", "the server found no passage")
+    )

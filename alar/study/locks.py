@@ -1,0 +1,63 @@
+"""Who may work where: one run in a run folder, and one at a time on the same stage with equal
+inputs.
+
+The system frees a lock however its process ends.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import filelock
+
+from alar.files import write_json
+from alar.study import cache
+from alar.study.stage import LOCKS, RunError
+
+RUN = "run"
+ORPHAN = 3.0  # seconds in which a process whose parent was killed has noticed it
+
+
+@contextlib.contextmanager
+def run_folder(run_dir: Path) -> Iterator[None]:
+    """Refuse a second run in the same folder."""
+    home = run_dir / LOCKS
+    home.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(home / RUN)
+    holder = home / f"{RUN}.json"
+    try:
+        lock.acquire(timeout=ORPHAN)
+    except filelock.Timeout:
+        record = cache.read_record(holder) or {"pid": "unknown", "since": "unknown"}
+        raise RunError(
+            f"{run_dir}: another run is at work here (process {record['pid']}, since"
+            f" {record['since']}); wait for it, or choose another folder with --run-dir"
+        ) from None
+    try:
+        write_json(holder, {"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def sole(home: Path, work: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Only one run below `home` does this work (`cache.work_of`) at a time; the others wait, and
+    then find it finished."""
+    path = home / LOCKS / work
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        say(
+            f"{work.rpartition('-')[0]} is at work in another run, with equal inputs; waiting for"
+            " its result"
+        )
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()

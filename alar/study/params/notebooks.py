@@ -1,0 +1,155 @@
+"""What can be learnt from a notebook without running it: its order, parameters, code, and cells.
+
+Notebooks are read as the JSON they are (importing nbformat takes seconds); nothing is executed. A
+`parameters` cell holds `name = literal` lines only, so that headless runs, papermill and a reader
+see the same plain values.
+"""
+
+import ast
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class NotebookError(ValueError):
+    """A notebook that cannot be run headless as it stands."""
+
+
+def numbered(folder: str | Path) -> list[Path]:
+    """The study's notebooks in order: `NN_name.ipynb`."""
+    found = sorted(p for p in Path(folder).glob("[0-9][0-9]_*.ipynb"))
+    numbers = [p.name[:2] for p in found]
+    twice = {n for n in numbers if numbers.count(n) > 1}
+    if twice:
+        raise NotebookError(f"{folder}: two notebooks carry the number {min(twice)}; renumber one")
+    return found
+
+
+@dataclass(frozen=True)
+class Cell:
+    is_code: bool
+    is_parameters: bool
+    source: str
+
+
+def read(notebook: str | Path) -> list[Cell]:
+    """The cells of a notebook in format 4, in order."""
+    try:
+        document = json.loads(Path(notebook).read_text(encoding="utf-8"))
+        if document["nbformat"] != 4:
+            raise NotebookError(
+                f"{notebook}: is in notebook format {document['nbformat']}; save it in format 4"
+            )
+        return [
+            Cell(
+                is_code=cell["cell_type"] == "code",
+                is_parameters=cell["cell_type"] == "code"
+                and "parameters" in cell["metadata"].get("tags", []),
+                source="".join(cell["source"]),
+            )
+            for cell in document["cells"]
+        ]
+    except FileNotFoundError:
+        raise NotebookError(f"{notebook}: no such notebook") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise NotebookError(
+            f"{notebook}: is not a readable notebook: {type(error).__name__}: {error}"
+        ) from None
+
+
+def declared_parameters(notebook: str | Path) -> dict[str, Any]:
+    """Name → default, from the cell tagged `parameters`; empty if there is none."""
+    cells = [cell for cell in read(notebook) if cell.is_parameters]
+    if len(cells) > 1:
+        raise NotebookError(f"{notebook}: {len(cells)} cells are tagged parameters; keep one")
+    declared: dict[str, Any] = {}
+    if not cells:
+        return declared
+    try:
+        statements = ast.parse(cells[0].source).body
+    except SyntaxError as error:
+        raise NotebookError(
+            f"{notebook}: parameters cell, line {error.lineno}: {error.msg}"
+        ) from None
+    for statement in statements:
+        where = f"{notebook}: parameters cell, line {statement.lineno}"
+        target = _assigned_name(statement)
+        if target is None:
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                continue  # a docstring
+            raise NotebookError(
+                f"{where}: only `name = literal` may stand here; move the rest to the next cell"
+            )
+        if target in declared:
+            raise NotebookError(f"{where}: {target} is given twice; keep one")
+        try:
+            declared[target] = ast.literal_eval(statement.value)
+        except ValueError:
+            raise NotebookError(
+                f"{where}: {target} is not a plain literal; write the value itself and compute in"
+                " the next cell"
+            ) from None
+    return declared
+
+
+def code(notebook: str | Path) -> list[str]:
+    """The sources of the code cells, without the `parameters` cell (its values count as
+    parameters)."""
+    return [cell.source for cell in read(notebook) if cell.is_code and not cell.is_parameters]
+
+
+def python_source(cell: str) -> str:
+    """A cell as plain Python: magics and shell lines become calls that `ast` can parse."""
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    return TransformerManager().transform_cell(cell)
+
+
+def imported_modules(sources: list[str], where: str | Path) -> set[str]:
+    """Dotted names that the cells import: `from a import b` gives both a and a.b."""
+    names: set[str] = set()
+    for source in sources:
+        try:
+            names |= imports(ast.parse(python_source(source)), package="")
+        except SyntaxError as error:
+            raise NotebookError(
+                f"{where}: a code cell does not parse: {error.msg}: {error.text}"
+            ) from None
+    return names
+
+
+def imports(tree: ast.AST, package: str) -> set[str]:
+    """Dotted names imported anywhere in a module; `package` resolves relative imports."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, *([base] if base else [])])
+            names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            # importlib.import_module("alar.x") and lazy tables of module names
+            if re.fullmatch(r"alar(\.[a-z_]\w*)+", node.value):
+                names.add(node.value)
+    return names
+
+
+def _assigned_name(statement: ast.stmt) -> str | None:
+    if (
+        isinstance(statement, ast.Assign)
+        and len(statement.targets) == 1
+        and isinstance(statement.targets[0], ast.Name)
+    ):
+        return statement.targets[0].id
+    if (
+        isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and statement.value is not None
+    ):
+        return statement.target.id
+    return None

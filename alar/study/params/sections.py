@@ -1,0 +1,460 @@
+"""The typed sections of a parameter file: every name, default and range of the study.
+
+One frozen pydantic model per section; `Experiment` holds them all. The defaults are the laptop's,
+so that `params/laptop.yaml` states only what it wants to say aloud. Types are strict: a number in
+quotes is an error, never a silent conversion. To add a parameter, add a field here and declare the
+name in the `parameters` cell of the notebook that uses it; to add a section, add a model, a field
+of `Experiment`, and, if a notebook owns it, a line in `OWN_SECTION`. Reading files is the work of
+`alar.study.params`; those of the compared methods are in `alar.study.params.methods`.
+"""
+
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import Field
+
+from alar.parameters import Count, CountOrNone, Location, LocationOrName, Rate, Section, Share
+from alar.study.params.methods import (
+    DualVocabulary,
+    LengthRewards,
+    Logprob,
+    SelfTraining,
+    Static,
+    Tokenskip,
+)
+from alar.train.config import Supervised
+
+Domain = Literal["search", "tool"]
+DOMAINS = get_args(Domain)
+QUESTION_TYPES = {  # of the embedded questions
+    "search": ("single", "bridge", "comparison", "arithmetic"),
+    "tool": ("simple", "multiple", "parallel", "parallel_multiple", "irrelevance", "multi_turn"),
+}
+
+# Which section's keys keep their plain name in a notebook; any other section's carry the section as
+# a prefix.
+OWN_SECTION = {
+    "00_start_here": "start",
+    "01_latent_model": "model",
+    "02_teacher_traces": "teacher",
+    "03_aasd": "aasd",
+    "04_mode_warmup": "warmup",
+    "05_ar_grpo": "rl",
+    "06_benchmark_eval": "eval",
+    "07_figures": "figures",
+    "08_latent_inspector": "inspector",
+    "09_benchmarks": "bench",
+    "10_serving": "serving",
+    "11_length_rewards": "length_rewards",
+    "12_tokenskip": "tokenskip",
+    "13_self_training": "self_training",
+    "14_dual_vocabulary": "dual_vocabulary",
+    "15_static_evaluation": "static",
+    "16_logprob_reward": "logprob",
+    "17_ablations": "ablations",
+}
+
+# Notebooks that are no part of the study itself: they run when `--only` or a variant's `only` names
+# them.
+ON_REQUEST = (
+    "09_benchmarks",
+    "10_serving",
+    "11_length_rewards",
+    "12_tokenskip",
+    "13_self_training",
+    "14_dual_vocabulary",
+    "15_static_evaluation",
+    "16_logprob_reward",
+    "17_ablations",
+)
+
+# Of these, the ones that know one domain's worlds, or none, and run in the folder of the search
+# domain.
+SEARCH_ONLY = ("09_benchmarks", "10_serving", "15_static_evaluation", "16_logprob_reward")
+
+# Notebooks that read what other variants have computed: they come after these.
+GATHERING = ("17_ablations",)
+
+
+class Run(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "laptop"
+    domains: Annotated[list[Domain], Field(min_length=1)] = ["search", "tool"]
+    seed: Annotated[int, Field(ge=0, lt=500)] = 0  # AR-GRPO's questions are those of seed + 500
+    threads: CountOrNone = 0  # 0 = all cores, shared by the run folders that are worked on at once
+    jobs: Count = (
+        2  # run folders (variants, domains) at once, at most one per core; one where there is a GPU
+    )
+    report_to: Literal["none", "tensorboard", "wandb"] = "none"
+
+    def inconsistencies(self):
+        if len(set(self.domains)) < len(self.domains):
+            return [("domains", f"{self.domains} names a domain twice")]
+        return []
+
+
+class Start(Section):
+    pass
+
+
+class Model(Section):
+    base: LocationOrName = "embedded"  # "embedded", "scratch", a name on the hub, or a folder
+    num_latent: Annotated[int, Field(ge=0, le=16)] = 4  # K
+    projector_size: CountOrNone = 0  # 0 = the model's hidden size
+    projector_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    projector_layer_norm: bool = True
+    projector_residual: bool = False
+    projector_scale: Literal["one", "embedding_rms"] = "one"
+
+
+class Pretrain(Section):
+    """Used when `model.base` is "scratch"."""
+
+    steps: CountOrNone = 3300
+    batch_size: Count = 32
+    learning_rate: Rate = 3e-3
+    questions_per_world: Count = 1536
+    hidden_size: Annotated[int, Field(ge=32, multiple_of=32)] = 128
+    layers: Count = 4
+    vocabulary: Annotated[int, Field(ge=512)] = 3072
+
+
+class Retrieval(Section):
+    backend: Literal["tfidf", "e5", "http"] = "tfidf"
+    topk: Count = 2
+    url: str = ""
+    corpus: Location = ""
+    index: Location = ""
+    model: LocationOrName = "intfloat/e5-base-v2"
+
+    def inconsistencies(self):
+        if self.backend == "http" and not self.url.startswith(("http://", "https://")):
+            return [
+                (
+                    "url",
+                    (
+                        f"{self.url!r} is no address; backend http needs the server's, "
+                        "such as http://127.0.0.1:8000"
+                    ),
+                )
+            ]
+        if self.backend == "e5" and not self.corpus:
+            return [("corpus", "is empty; backend e5 needs the passages it searches, a JSONL file")]
+        return []
+
+
+class Rollout(Section):
+    engine: Literal["hf", "vllm"] = "hf"
+    batch_size: Count = 256
+    max_turns: Count = 6
+    max_new_tokens: Count = 128
+
+
+class Teacher(Section):
+    questions: Count = 7200
+    worlds: Count = 96
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    questions_file: LocationOrName = (
+        ""  # JSONL with question and answers, or a published set's name; "" = the embedded world
+    )
+    judge: Literal["official", "toolmind"] = (
+        "official"  # of the tool domain's traces; "toolmind": kept from its score 1.5 on
+    )
+
+
+class Aasd(Supervised):
+    kind: Literal["latent", "constant"] = (
+        "latent"  # "constant": K learned vectors, the pause-token control
+    )
+
+
+class Warmup(Supervised):
+    latent_probability: Share = 0.5
+    epochs: Annotated[float, Field(ge=0)] = 1.25  # 0 = no warm-up: stage 1's model goes on as it is
+
+
+class Rl(Section):
+    steps: Count = 44
+    prompts_per_step: Count = 8
+    group_size: Annotated[int, Field(ge=2)] = 8
+    gradient_accumulation: Count = 4
+    learning_rate: Rate = 5e-4
+    schedule: Literal["constant", "linear"] = "linear"  # linear: to zero over all steps
+    warmup_ratio: Share = 0.1
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    kl_coefficient: Annotated[float, Field(ge=0)] = (
+        2.0  # against mode_weight: notebook 05 says how they balance
+    )
+    clip_low: Share = 0.2
+    clip_high: Share = 0.2
+    alpha: Annotated[float, Field(ge=0)] = 0.15  # published: 0.3
+    length_tolerance: Annotated[float, Field(ge=0)] = (
+        0.0  # characters; 0 = the base's median think length
+    )
+    diversity: Annotated[float, Field(ge=0)] = 1.0  # weight of the diversity bonus; 0 = none
+    variant: Literal["published", "repaired"] = "repaired"
+    judge: Literal["official", "toolmind"] = (
+        "official"  # of the tool domain; "toolmind": its dense score is the reward
+    )
+    norm_adv_by_std: bool = (
+        False  # published: True; without, alpha is what a latent turn is worth in any group
+    )
+    credit: Literal["trajectory", "turn"] = "turn"
+    explore_fraction: Share = (
+        0.75  # of each group's rollouts, in which the mode of one turn is drawn at random
+    )
+    mode_weight: Annotated[float, Field(ge=0)] = (
+        48.0  # against the tokens of the text, whose advantages are mostly noise
+    )
+    mode_baseline: Share = (
+        1.0  # of the mean effect of latent turns, taken off each: which turns first, how many later
+    )
+    kept_variance: Annotated[float, Field(gt=0, le=1)] = (
+        1.0  # below 1: only groups that hold this share of the variance
+    )
+    latents: Literal["recomputed", "cached"] = "recomputed"
+    trainable: Literal["lora", "full"] = "full"
+    lora_rank: Count = 16
+    lora_alpha: Count = 32
+    train_projector: bool = False
+    worlds: Count = 24
+    types: list[
+        str
+    ] = []  # of embedded prompts, in turn: one that is named twice comes twice as often; [] = all
+    validation_every: CountOrNone = 11  # 0 = never
+    validation_questions: Count = 128
+    checkpoint_every: Count = 10
+    trainer: Literal["single", "verl"] = "single"
+    nodes: Count = 1  # for verl; it takes all GPUs of each
+    tensor_parallel: Count = 1  # for verl with rollout.engine vllm: GPUs that share one model
+
+    def inconsistencies(self):
+        found = []
+        explored = self.group_size * self.explore_fraction
+        if 0 < explored < 1:
+            found.append(
+                (
+                    "explore_fraction",
+                    (
+                        f"{self.explore_fraction} of a group of {self.group_size} is less than "
+                        f"one rollout; use 0, or at least {1 / self.group_size:.3g}"
+                    ),
+                )
+            )
+        if self.train_projector and self.latents == "cached":
+            found.append(
+                (
+                    "train_projector",
+                    "cached latents carry no gradient to the projector; set rl.latents: recomputed",
+                )
+            )
+        return found
+
+
+class Eval(Section):
+    checkpoint: Location = ""  # a model folder: evaluate only this one
+    questions: Count = 1600
+    control_questions: Count = 240
+    oracle_questions: Count = 160
+    systems: list[
+        Literal["stage1", "warmup", "alar", "alar-think", "alar-latent"]
+    ] = []  # beside the base; [] = all
+    sets: list[LocationOrName] = ["real"]  # [] = questions_file alone
+    questions_file: Location = ""
+    bootstrap: Annotated[int, Field(ge=100)] = 10000
+    controls: bool = True
+    oracle: bool = True
+
+    def inconsistencies(self):
+        found = []
+        if self.checkpoint and self.systems:
+            found.append(
+                (
+                    "systems",
+                    (
+                        f"{self.systems} are the run's own, but eval.checkpoint names another"
+                        " model, which is evaluated alone; leave one of the two out"
+                    ),
+                )
+            )
+        if not self.sets and not self.questions_file:
+            found.append(
+                (
+                    "sets",
+                    (
+                        "is empty, so nothing would be asked; name a set, or a file in"
+                        " eval.questions_file"
+                    ),
+                )
+            )
+        return found
+
+
+class Figures(Section):
+    formats: Annotated[list[Literal["png", "svg", "pdf"]], Field(min_length=1)] = ["png", "svg"]
+    publish_to: str = ""
+
+
+class Inspector(Section):
+    """Notebook 08. Every number of questions or turns is an upper bound."""
+
+    checkpoint: Location = ""  # a model folder; "" = the last one that the run trained
+    mode: Literal["free", "latent"] = "free"  # "latent": every turn is forced to be latent
+    compare: Location = ""  # a model folder to set beside it; "" = an earlier stage's
+    questions: Annotated[int, Field(ge=2)] = 96
+    records: Count = 24  # trajectories whose lens, norms and attention are kept
+    intervened: Annotated[int, Field(ge=2)] = 32  # turns whose z is replaced
+    mapped: Count = 24  # of these, whose single steps are replaced
+    probed: Annotated[int, Field(ge=2)] = 96  # trajectories whose z are probed
+    explained: Count = 3
+    reported: Count = 50  # trajectories in the HTML report
+    top_k: Count = 8  # tokens that a lens shows
+    bootstrap: Annotated[int, Field(ge=100)] = 2000
+
+
+class Bench(Section):
+    """Timings of `alar.study.bench`. The sizes are those of one training step: hidden_size … length
+    and batch_sizes."""
+
+    parts: Annotated[
+        list[Literal["training", "checkpointed", "logprobs", "rollouts"]], Field(min_length=1)
+    ] = ["training", "logprobs", "rollouts"]
+    batches: Annotated[list[Literal["full", "padded", "laptop"]], Field(min_length=1)] = [
+        "padded",
+        "laptop",
+    ]
+    batch_sizes: Annotated[list[Count], Field(min_length=1)] = [8]
+    hidden_size: Annotated[int, Field(ge=128, multiple_of=128)] = 256
+    layers: Count = 6
+    num_latent: Annotated[int, Field(ge=1, le=16)] = 4
+    blocks: Count = 3  # latent blocks a row, at random positions
+    length: Count = 512
+    questions: Count = 64
+    concurrent: Count = 64  # rollouts at once
+    single_questions: Count = 2  # of them, for batch 1
+    rounds: Count = 3
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: CountOrNone = 1  # 0 = as run.threads says
+
+    def inconsistencies(self):
+        found = []
+        shortest, needed = (self.length + 1) // 2, self.blocks * (self.num_latent + 1) + 1
+        if shortest < needed:
+            found.append(
+                (
+                    "length",
+                    (
+                        f"{self.length}: padded rows have {shortest} tokens at least, but"
+                        f" {self.blocks} blocks of {self.num_latent} with text around each need"
+                        f" {needed}"
+                    ),
+                )
+            )
+        if self.single_questions > self.questions:
+            found.append(
+                (
+                    "single_questions",
+                    f"{self.single_questions} is more than bench.questions, {self.questions}",
+                )
+            )
+        return found
+
+
+class Serving(Section):
+    """The server and the engines, side by side on one checkpoint."""
+
+    checkpoint: Location = ""  # a latent model's folder; "" = this run's AR-GRPO
+    questions: Count = 64  # answered by both engines
+    concurrent: Annotated[list[Count], Field(min_length=1)] = [
+        1,
+        8,
+        64,
+    ]  # turns at once, for the throughput
+    turns: Count = 128  # per measurement; fewer where few are written at once
+
+
+class Ablations(Section):
+    """Notebook 17 gathers what other variants of its parameter file have measured."""
+
+    compared: list[
+        str
+        # names of variants, in the order of the table; the same setting may come with several seeds
+    ] = []
+    reference: str = "reference"  # the variant that differences are taken to
+
+
+class Experiment(Section):
+    """Everything one parameter file says about one run (or about one of its variants)."""
+
+    run: Run = Run()
+    start: Start = Start()
+    model: Model = Model()
+    pretrain: Pretrain = Pretrain()
+    retrieval: Retrieval = Retrieval()
+    rollout: Rollout = Rollout()
+    teacher: Teacher = Teacher()
+    aasd: Aasd = Aasd()
+    warmup: Warmup = Warmup()
+    rl: Rl = Rl()
+    eval: Eval = Eval()
+    figures: Figures = Figures()
+    inspector: Inspector = Inspector()
+    bench: Bench = Bench()
+    serving: Serving = Serving()
+    length_rewards: LengthRewards = LengthRewards()
+    self_training: SelfTraining = SelfTraining()
+    static: Static = Static()
+    dual_vocabulary: DualVocabulary = DualVocabulary()
+    logprob: Logprob = Logprob()
+    tokenskip: Tokenskip = Tokenskip()
+    ablations: Ablations = Ablations()
+    only: tuple[str, ...] = Field(
+        default=(), exclude=True
+    )  # stages that the file or the variant is limited to
+    stated: tuple[tuple[str, str, str], ...] = Field(
+        default=(), exclude=True
+    )  # (section, key, where) in the files
+
+    def inconsistencies(self):
+        """(section.key, what is wrong) over all sections."""
+        found = [
+            (f"{name}.{key}", problem)
+            for name, section in self.sections().items()
+            for key, problem in section.inconsistencies()
+        ]
+        if self.model.base == "scratch" and self.pretrain.steps == 0:
+            found.append(
+                ("pretrain.steps", "is 0, but model.base is scratch: nothing would be learnt")
+            )
+        if self.aasd.kind == "constant" and self.model.num_latent == 0:
+            found.append(
+                ("aasd.kind", "constant needs latent positions, but model.num_latent is 0")
+            )
+        return found
+
+    def sections(self) -> dict[str, Section]:
+        return {name: getattr(self, name) for name in section_models()}
+
+
+def section_models() -> dict[str, type[Section]]:
+    """Section name → its model, in file order."""
+    return {
+        name: field.annotation
+        for name, field in Experiment.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+    }
+
+
+def field_kind(section: str, key: str) -> str:
+    """ "location", "location or name", "locations or names" (a list), "str" or "" (anything else)
+    for one field."""
+    field = section_models()[section].model_fields[key]
+    if get_origin(field.annotation) is list and get_args(field.annotation)[0] is LocationOrName:
+        return "locations or names"
+    for mark in field.metadata:
+        if mark in ("location", "location or name"):
+            return mark
+    return "str" if field.annotation is str else ""
+
+
+def defaults() -> dict[str, dict[str, Any]]:
+    """Section → key → default, as plain values."""
+    return {name: model().model_dump() for name, model in section_models().items()}

@@ -1,0 +1,193 @@
+"""What a run shows: stage k of n, the running cell, bars with the time left, and the summary at the
+end.
+
+In a terminal the current state is redrawn in place; in a log file a line appears when something
+begins or ends and at most every 30 seconds in between.
+"""
+
+import csv
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from alar.study.cache import outdated
+
+LOG_EVERY = 30.0  # seconds
+SUMMARY = "summary.txt"
+BAR_WIDTH = 28
+
+
+class Terminal:
+    """Shows the stages of one run, one after the other."""
+
+    def __init__(self, console: Console | None = None):
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self._label, self._cell, self._began, self._logged = "", "", 0.0, 0.0
+        self._bars: dict[str, dict[str, Any]] = {}
+        self._live: Live | None = None
+
+    def say(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
+    def stage_starts(self, k: int, n: int, stem: str, reason: str) -> None:
+        self._label, self._cell, self._bars = f"[{k}/{n}] {stem}", "starting", {}
+        self._began = self._logged = time.time()
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, auto_refresh=False, transient=True)
+            self._live.start()
+        else:
+            self.say(f"{self._label}  ({reason})")
+
+    def stage_skipped(
+        self, k: int, n: int, stem: str, seconds: float, source: Path | None = None
+    ) -> None:
+        where = (
+            f"in {source}, from the same code, parameters and inputs"
+            if source
+            else "nothing it depends on has changed"
+        )
+        self.say(f"[{k}/{n}] {stem}  finished earlier ({duration(seconds)}), {where}")
+
+    def cell(self, k: int, n: int) -> None:
+        self._cell = f"cell {k}/{n}"
+
+    def bar(self, row: dict[str, Any]) -> None:
+        if row["closed"]:
+            self._bars.pop(row["bar"], None)
+        else:
+            self._bars[row["bar"]] = row
+
+    def tick(self) -> None:
+        now = time.time()
+        if self._live is not None:
+            lines = [Text(f"{self._label}  {self._cell}  {duration(now - self._began)}")]
+            lines += [Text("    " + bar_line(row, now)) for row in self._bars.values()]
+            self._live.update(Group(*lines), refresh=True)
+        elif now - self._logged >= LOG_EVERY:
+            self._logged = now
+            self.say(self.state(now))
+
+    def state(self, now: float) -> str:
+        """What is being done, in one line."""
+        bars = "".join(f", {bar_line(row, now, width=0)}" for row in self._bars.values())
+        return f"{self._label}  {self._cell}, {duration(now - self._began)} so far{bars}"
+
+    def stage_ends(self, outcome: str = "done") -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        self.say(f"{self._label}  {outcome} in {duration(time.time() - self._began)}")
+
+    def summary(self, run_dir: Path, seconds: dict[str, tuple[float, bool]]) -> None:
+        """The results of stage 06, if there are any, the time per stage, and where the figures are.
+
+        seconds: stage → (wall time, whether it was reused). The same text goes to
+        `run_dir/summary.txt`.
+        """
+        for part in self.write_summary(run_dir, seconds):
+            self.console.print(part)
+
+    def write_summary(
+        self, run_dir: Path, seconds: dict[str, tuple[float, bool]]
+    ) -> list[Table | Text]:
+        """Write `run_dir/summary.txt`; returns its parts."""
+        parts: list[Table | Text] = []
+        results = run_dir / "06_benchmark_eval" / "summary.csv"
+        if results.exists():
+            parts.append(results_table(results, outdated(results.parent)))
+        parts.append(times_table(seconds))
+        figures = sorted(
+            p for p in (run_dir / "07_figures").glob("**/*") if p.suffix in (".png", ".svg", ".pdf")
+        )
+        parts.append(
+            Text(
+                f"{len(figures)} figures in {run_dir / '07_figures'}"
+                if figures
+                else "no figures drawn"
+            )
+        )
+        with (run_dir / SUMMARY).open("w", encoding="utf-8") as stream:
+            console = Console(file=stream, width=120)
+            for part in parts:
+                console.print(part)
+        return parts
+
+
+def bar_line(row: dict[str, Any], now: float, width: int = BAR_WIDTH) -> str:
+    """One bar as text: name, bar, done of total, time left, note."""
+    done, total, elapsed = row["done"], row["total"], now - row["started"]
+    parts = [row["bar"]]
+    if total:
+        if width:
+            full = round(width * min(done / total, 1))
+            parts.append("█" * full + "░" * (width - full))
+        parts.append(f"{done}/{total}")
+        parts.append(
+            f"{duration(elapsed / done * (total - done))} left" if done else "time left unknown"
+        )
+    else:
+        parts.append(str(done))
+    return "  ".join([*parts, row["note"]] if row["note"] else parts)
+
+
+def results_table(path: Path, change: str = "") -> Table:
+    """`summary.csv` (over all question types) with 95 % intervals; `change`: what makes it the
+    result of an earlier run."""
+    title = "Test questions, greedy decoding, 95 % intervals"
+    table = Table(
+        title=f"{title}; of an earlier run: {change}" if change else title, title_justify="left"
+    )
+    for name in ("system", "accuracy %", "tokens", "token reduction %", "latent share %"):
+        table.add_column(name, justify="left" if name == "system" else "right")
+    with path.open(newline="", encoding="utf-8") as stream:
+        for row in csv.DictReader(stream):
+            if row.get("question_type", "all") == "all":
+                table.add_row(
+                    row["system"],
+                    interval(row, "em", 100),
+                    interval(row, "tokens", 1),
+                    interval(row, "token_reduction", 100),
+                    interval(row, "latent_share", 100),
+                )
+    return table
+
+
+def times_table(seconds: dict[str, tuple[float, bool]]) -> Table:
+    table = Table(title="Time per stage", title_justify="left")
+    table.add_column("stage")
+    table.add_column("wall time", justify="right")
+    table.add_column("")
+    for stage, (wall, reused) in seconds.items():
+        table.add_row(stage, duration(wall), "reused" if reused else "")
+    spent = sum(wall for wall, reused in seconds.values() if not reused)
+    table.add_row("this run", duration(spent), "")
+    return table
+
+
+def interval(row: dict[str, str], name: str, scale: float) -> str:
+    """ "42.7 [41.0, 44.1]", "42.7" without an interval, "" without a value."""
+
+    def number(key):
+        try:
+            value = float(row.get(key) or "nan") * scale
+        except ValueError:
+            return ""
+        return "" if value != value else f"{value:.1f}"
+
+    value, low, high = number(name), number(f"{name}_low"), number(f"{name}_high")
+    return f"{value} [{low}, {high}]" if value and low and high else value
+
+
+def duration(seconds: float) -> str:
+    """ "4 s", "2:05", "1:02:05"."""
+    whole = int(round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,134 @@
+"""Notebooks 03 and 04 over several GPUs: their training alone, with the same parameters, inputs and
+outputs.
+
+    torchrun --nproc-per-node 8 -m alar.study.train_stage 03_aasd -f
+    runs/paper/search/executed/03_aasd.params.yaml
+
+The file is the flat one that papermill takes; what it leaves out is the notebook's default. Instead
+of -f, `--params FILE` takes the parameter file of `run_all.py` and the run folder of its first
+domain. `batch_size` is that of one process. The folder of the stage gets its checkpoint and
+loss.jsonl; evaluation and figures stay with the notebooks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from alar.domains import catalogue
+from alar.model import load, save
+from alar.records import read_trajectories
+from alar.rollout.codec import Codec
+from alar.study import params
+from alar.study.params.notebooks import declared_parameters
+from alar.study.stage import open_stage, repository, resolve
+from alar.train.distributed import num_processes, rank
+from alar.train.examples import aasd_examples, at_most, warmup_examples
+from alar.train.supervised import SupervisedConfig, train
+
+INITIAL = {"03_aasd": ("01_latent_model", "latent"), "04_mode_warmup": ("03_aasd", "checkpoint")}
+
+
+def parameters(stage: str, file: str | None) -> dict[str, Any]:
+    """The stage's parameters: its notebook's, with the values of `file`; ValueError for names that
+    it does not have."""
+    values = declared_parameters(repository() / "notebooks" / f"{stage}.ipynb")
+    given = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {} if file else {}
+    unknown = sorted(given.keys() - values.keys())
+    if unknown:
+        raise ValueError(
+            f"{file}: {', '.join(unknown)}: notebook {stage} has no such parameter; is it another"
+            " stage's file?"
+        )
+    return values | given
+
+
+def parameters_of_study(stage: str, file: str) -> dict[str, Any]:
+    """The stage's parameters as `run_all.py --params FILE` gives them to its notebook. Raises
+    ParameterError."""
+    root = repository()
+    return params.flatten(params.load(file, root=root), root / "notebooks" / f"{stage}.ipynb")
+
+
+def examples_of(stage: str, values: dict[str, Any], traces: Path, codec: Codec) -> list:
+    trajectories = read_trajectories(traces)
+    if stage == "03_aasd":
+        examples = aasd_examples(trajectories, codec)
+    else:
+        examples = warmup_examples(
+            trajectories, codec, values["latent_probability"], values["seed"]
+        )
+    return at_most(examples, values["max_examples"], values["seed"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m alar.study.train_stage", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("stage", choices=INITIAL)
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument("-f", "--parameters", metavar="FILE", help="flat YAML, as for papermill -f")
+    given.add_argument(
+        "--params", metavar="FILE", help="parameter file, as for run_all.py --params"
+    )
+    parser.add_argument(
+        "--bfloat16",
+        action="store_true",
+        help="the trunk computes in bfloat16 (more than one process)",
+    )
+    options = parser.parse_args(arguments)
+    if options.bfloat16 and num_processes() == 1:
+        parser.error(
+            "--bfloat16 is for several processes: start them with torchrun --nproc-per-node"
+        )
+    if options.params:
+        values = parameters_of_study(options.stage, options.params)
+    else:
+        values = parameters(options.stage, options.parameters)
+    first = rank() == 0
+    stage = (
+        open_stage(options.stage, values["run_dir"], report_to=values["report_to"])
+        if first
+        else None
+    )
+    if first:  # checks that they are there, and notes them
+        stage.input(*INITIAL[options.stage])
+        stage.input("02_teacher_traces", "traces.jsonl")
+    run_dir = resolve(values["run_dir"])
+    model, tokenizer = load(
+        run_dir.joinpath(*INITIAL[options.stage]),
+        num_latent=values.get("model_num_latent"),
+        device="cpu",
+    )
+    codec = Codec.of(model, tokenizer, catalogue.of(values["domain"]).form)
+    examples = examples_of(
+        options.stage, values, run_dir / "02_teacher_traces" / "traces.jsonl", codec
+    )
+    config = SupervisedConfig(
+        **{field.name: values[field.name] for field in fields(SupervisedConfig)}
+    )
+    dtype = torch.bfloat16 if options.bfloat16 else None
+    if first:
+        with stage.training(options.stage, config.steps(len(examples), num_processes())) as report:
+            model = train(
+                model, examples, tokenizer.pad_token_id, config, log=report, compute_dtype=dtype
+            )
+        save(model, tokenizer, stage.folder / "checkpoint")
+    else:
+        train(model, examples, tokenizer.pad_token_id, config, compute_dtype=dtype)
+    if dist.is_initialized():
+        dist.barrier()  # until the checkpoint is written
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

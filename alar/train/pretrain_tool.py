@@ -1,0 +1,72 @@
+"""Trajectories of the tool world's expert, as the base model is pretrained on them: texts, and ids
+with labels.
+
+The ids are exactly those that the agent loop would record if a policy wrote the expert's turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from alar import protocol
+from alar.domains.tool import questions
+from alar.domains.tool.execution import response_text
+from alar.domains.tool.functions import CALLABLE
+from alar.domains.tool.protocol import TOOL, parse_calls, responses_text
+from alar.rollout.codec import Codec
+
+# What takes longest to learn comes most often.
+MIXTURE = (*questions.CATEGORIES, "parallel", "parallel_multiple", "multi_turn")
+HARD_SHARE = 0.5
+FIRST_SEED = (
+    1_000_000  # of the requests that base models are pretrained on; later stages use small seeds
+)
+
+
+def solved(number: int, count: int, seed: int) -> list[questions.Solved]:
+    """Batch `number` of the endless stream of training requests."""
+    return questions.solved_questions(
+        "pretraining", count, FIRST_SEED + 10_000 * seed + number, MIXTURE, hard_share=HARD_SHARE
+    )
+
+
+def observations(item: questions.Solved) -> list[str]:
+    """What the policy reads after every turn; "" after the last. The functions run in this process,
+    on the expert's arguments."""
+    seen = []
+    for step in item.steps:
+        calls = parse_calls(step.argument)[0] if step.action == "call" else []
+        responses = [
+            response_text(CALLABLE[call["name"]].run(**call["arguments"])) for call in calls
+        ]
+        seen.append(responses_text(responses) if calls else "")
+    return seen
+
+
+def encode(codec: Codec, item: questions.Solved) -> tuple[list[int], list[int]]:
+    """ids and labels (-100 where the policy did not write); `codec` has the tool domain's form."""
+    ids = codec.encode(TOOL.prompt(item.question))
+    labels = [-100] * len(ids)
+    for number, (step, observation) in enumerate(zip(item.steps, observations(item))):
+        turn, _ = codec.think_turn(step.thought, step.action, step.argument, first=number == 0)
+        seen = (
+            codec.encode(TOOL.observation(observation))[1:] if observation else []
+        )  # the turn has closed itself
+        ids += turn + seen
+        labels += turn + [-100] * len(seen)
+    return ids, labels
+
+
+def texts(count: int, seed: int) -> Iterator[str]:
+    """Pieces of text to train a tokenizer on."""
+    for item in questions.solved_questions("pretraining", count, FIRST_SEED - 1 - seed, MIXTURE):
+        yield from TOOL.prompt(item.question)
+        for step, observation in zip(item.steps, observations(item)):
+            yield (
+                protocol.think_block(step.thought)
+                + protocol.BLOCK_SEPARATOR
+                + step.argument
+                + TOOL.closing
+            )
+            if observation:
+                yield "".join(TOOL.observation(observation))

@@ -1,0 +1,43 @@
+"""Interrupted training: the one way in which a trainer keeps its state and finds it again.
+
+A state belongs to the settings that it was made with. Under the same settings a trainer goes on where it
+was stopped and ends with the numbers of an uninterrupted run; under others it is refused, never mixed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alar.files import replacing
+
+STATE_FILE = "resume.pt"
+
+
+def save_state(folder: str | Path, settings: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Replace the state in `folder` in one step, so that a kill leaves the old one or the new one."""
+    with replacing(Path(folder) / STATE_FILE) as aside:
+        torch.save({"settings": dict(settings), "state": dict(state)}, aside)
+
+
+def load_state(folder: str | Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The state that `save_state` left in `folder`, or None where training has not begun.
+
+    Raises ValueError if it belongs to other settings, and names those that differ.
+    """
+    path = Path(folder) / STATE_FILE
+    if not path.exists():
+        return None
+    kept = torch.load(path, weights_only=True)
+    before, now = kept["settings"], dict(settings)
+    names = {*before, *now}
+    different = sorted(name for name in names if before.get(name) != now.get(name))
+    if different:
+        raise ValueError(
+            f"{path}: belongs to a training with other settings ({', '.join(different)}); "
+            f"restore them to go on, or remove {path.parent} to start anew"
+        )
+    return kept["state"]
