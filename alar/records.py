@@ -7,13 +7,15 @@ text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
+from alar import protocol
 from alar.files import read_jsonl, write_jsonl
 
 
@@ -178,6 +180,27 @@ class Trajectory:
         trajectory = cls(**record)
         trajectory.check()
         return trajectory
+
+
+class Environment(Protocol):
+    """A domain as the loop sees it. `final` actions end a trajectory; their argument is its
+    prediction.
+
+    A domain without final actions ends a trajectory by an observation's `end`, and the last turn
+    that `max_turns` allows is acted on too. An environment keeps no state between turns: what has
+    happened is in `Turn.earlier`. It may have a method `grade(trajectory)`: how right it is as a
+    number, 1 for wholly, or None.
+    """
+
+    form: protocol.Form
+    final: tuple[str, ...]
+    stop: tuple[str, ...]
+
+    def observe(self, steps: Sequence[tuple[Question, protocol.Turn]]) -> list[Observation]:
+        """Execute the actions of several trajectories at once."""
+
+    def correct(self, trajectory: Trajectory) -> bool:
+        """Judge a trajectory that ended in a final action."""
 
 
 def question_from_json(record: dict) -> Question:

@@ -26,8 +26,7 @@ from alar.domains.tool.environment import ToolEnvironment
 from alar.domains.tool.protocol import TOOL
 from alar.domains.tool.requests import bfcl_request
 from alar.domains.tool.toolmind_files import load_questions as load_toolmind
-from alar.records import Question, Solved
-from alar.rollout.loop import Environment
+from alar.records import Environment, Question, Solved
 
 EMBEDDED = (
     "real",

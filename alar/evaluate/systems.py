@@ -15,10 +15,10 @@ import numpy as np
 import pandas as pd
 import torch
 
-from alar.records import Question, Trajectory
+from alar.records import Environment, Question, Trajectory
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Engine, Sampling
-from alar.rollout.loop import Environment, run
+from alar.rollout.loop import run
 from alar.rollout.modes import latent_probabilities
 
 CONTROLS = ("zeroed", "mean", "noise", "shuffled")

@@ -19,9 +19,9 @@ import pandas as pd
 from alar.evaluate.statistics import Estimate, bootstrap_mean, paired_bootstrap
 from alar.inspector.blocks import Site
 from alar.inspector.interventions import KINDS, Bench, Effect, Intervention
-from alar.records import Origin
+from alar.records import Environment, Origin
 from alar.rollout.engine import Engine, Sampling, TurnOutput
-from alar.rollout.loop import Environment, run
+from alar.rollout.loop import run
 
 MEASURES = ("changed", "kl", "to_donor", "to_donor_kind", "donor_gain", "correct")
 INTACT = Intervention("none")

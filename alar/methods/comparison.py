@@ -35,9 +35,8 @@ from alar.engines.choice import opened_engine
 from alar.evaluate import statistics, tables
 from alar.evaluate.systems import evaluate, question_table
 from alar.files import write_json
-from alar.records import Question, Trajectory
+from alar.records import Environment, Question, Trajectory
 from alar.rollout.engine import Engine
-from alar.rollout.loop import Environment
 from alar.study import cache
 from alar.study.stage import FINISHED, Stage, resolve, scale_of
 

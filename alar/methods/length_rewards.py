@@ -34,7 +34,8 @@ from typing import Any
 
 from alar.files import read_jsonl, write_jsonl
 from alar.protocol import Form, Prompted, Trusted
-from alar.rollout.loop import Environment, with_form
+from alar.records import Environment
+from alar.rollout.loop import with_form
 
 KINDS = ("shorterbetter", "thinkprune", "o1pruner")
 

@@ -27,10 +27,10 @@ from transformers import AutoConfig
 from alar import protocol
 from alar.domains.static.forms import EXCHANGE_END
 from alar.model import from_base, load
-from alar.records import Origin, Question, Trajectory
+from alar.records import Environment, Origin, Question, Trajectory
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Engine, Sampling
-from alar.rollout.loop import Environment, run, with_form
+from alar.rollout.loop import run, with_form
 from alar.train.examples import Example, labels_from_origins
 
 MARGIN = 32  # positions that engines keep free

@@ -13,7 +13,6 @@ import copy
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -26,27 +25,6 @@ ModePlan = Callable[[int, int], str]  # (row, turn) → one of MODES
 # finished turns are collected until they are one in so many slots: one call of the environment
 # serves them
 QUORUM = 16
-
-
-class Environment(Protocol):
-    """A domain as the loop sees it. `final` actions end a trajectory; their argument is its
-    prediction.
-
-    A domain without final actions ends a trajectory by an observation's `end`, and the last turn
-    that `max_turns` allows is acted on too. An environment keeps no state between turns: what has
-    happened is in `Turn.earlier`. It may have a method `grade(trajectory)`: how right it is as a
-    number, 1 for wholly, or None.
-    """
-
-    form: protocol.Form
-    final: tuple[str, ...]
-    stop: tuple[str, ...]
-
-    def observe(self, steps: Sequence[tuple[Question, protocol.Turn]]) -> list[Observation]:
-        """Execute the actions of several trajectories at once."""
-
-    def correct(self, trajectory: Trajectory) -> bool:
-        """Judge a trajectory that ended in a final action."""
 
 
 def run(

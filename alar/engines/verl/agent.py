@@ -32,11 +32,11 @@ from alar.engines.verl.rollout import RemoteEngine, server_name
 from alar.engines.verl.settings import Job
 from alar.engines.verl.vllm import ServedEngine
 from alar.methods.length_rewards import with_stated_limit
-from alar.records import Origin, Question, Trajectory
+from alar.records import Environment, Origin, Question, Trajectory
 from alar.rl.rollouts import Summary, explores, mode_plan, rollout_seed, validation_mode
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Sampling
-from alar.rollout.loop import Environment, run
+from alar.rollout.loop import run
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import accumulate
 
 from alar import protocol
-from alar.records import Question, Trajectory
+from alar.records import Environment, Question, Trajectory
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Engine, Sampling
-from alar.rollout.loop import Environment, run
+from alar.rollout.loop import run
 
 
 def sampled(

@@ -13,9 +13,9 @@ import random
 from collections.abc import Callable, Sequence
 
 from alar.protocol import Form, Prompted, Trusted
-from alar.records import Origin, Question, Trajectory
+from alar.records import Environment, Origin, Question, Trajectory
 from alar.rollout.codec import Codec
-from alar.rollout.loop import Environment, with_form
+from alar.rollout.loop import with_form
 from alar.train.examples import Example, labels_from_origins
 
 Remap = Callable[[Example], Example]
