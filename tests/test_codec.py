@@ -53,7 +53,7 @@ def test_a_tokenizer_whose_pieces_are_no_bytes_is_refused():
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="<unk>", name_or_path="phi"
     )
-    with pytest.raises(ValueError, match="phi: the piece '▁Peru' holds '▁', which is no byte"):
+    with pytest.raises(ValueError, match="phi: the piece '▁Peru' .*byte"):
         Codec(tokenizer).text([1])
 
 

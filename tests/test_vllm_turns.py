@@ -157,7 +157,7 @@ def test_what_could_not_be_exact_is_refused_with_the_remedy(monkeypatch, setting
     monkeypatch.setattr(checks, "require_vllm", lambda: None)
     monkeypatch.setattr(checks, "_missing_hooks", list)
     checks.check_engine(configuration())
-    with pytest.raises(checks.EngineRefused, match=rf"(?s){message}.*python -m alar\.serve"):
+    with pytest.raises(checks.EngineRefused, match=rf"(?s){message}.*alar\.engines\.serve"):
         checks.check_engine(configuration(**{setting: value}))
 
 
@@ -387,7 +387,7 @@ def test_the_server_gives_z_once_and_refuses_what_it_cannot_rebuild(codec, monke
             assert method == "latent_records"
             return [[records.pop(key, None) for key in args[0]]]
 
-    monkeypatch.setattr("alar.engines.vllm.turns.codec_of", lambda config: codec)
+    monkeypatch.setattr("alar.engines.vllm.turns.engine_codec", lambda config: codec)
     app = FastAPI()
     app.state.engine_client = Client()
     app.state.online_renderer = SimpleNamespace(preprocess_chat=None, preprocess_completion=None)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from alar.files import replacing
-from alar.methods.dual.constraint import PhaseConstraint
+from alar.methods.dual.phases import phases_of
 from alar.methods.length_rewards import with_stated_limit
 from alar.methods.logprob.client import scorer_of
 from alar.records import Origin, Trajectory
@@ -40,7 +40,7 @@ from alar.rl.rollouts import (
     validation_mode,
 )
 from alar.rollout.codec import Codec
-from alar.rollout.engine import Sampling, phases_of
+from alar.rollout.engine import Sampling
 from alar.rollout.hf import HFEngine, policy_logits
 from alar.rollout.loop import run
 from alar.rollout.modes import latent_probabilities
@@ -105,7 +105,7 @@ def make_batch(
         torch.cat(z) if z else torch.zeros(0, 0),
         table(
             [
-                phases_of(t, codec) if codec and codec.dual else [0] * len(t.ids)
+                phases_of(t, codec) if hasattr(codec, "dual") else [0] * len(t.ids)
                 for t in trajectories
             ],
             0,
@@ -115,12 +115,7 @@ def make_batch(
 
 
 def token_logprobs(
-    model,
-    batch: Batch,
-    *,
-    temperature: float,
-    latents: str,
-    constraint: PhaseConstraint | None = None,
+    model, batch: Batch, *, temperature: float, latents: str, constraint=None
 ) -> torch.Tensor:
     """Log-probs (n,) of the masked tokens in row-major order, under `model`, latent or not, and the
     constraint if any."""
@@ -177,7 +172,7 @@ class ARGRPO:
         self.optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=0.0)
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         self.engine = HFEngine(base, tokenizer)
-        if config.latent_only and self.engine.codec.dual is None:
+        if config.latent_only and not hasattr(self.engine.codec, "dual"):
             raise ValueError(
                 "rl.latent_only trains the mirrors of a dual vocabulary, and this model has none"
             )

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alar.methods.dual.constraint import PhaseConstraint
 from alar.model.attention import attention_of
 from alar.records import Origin
 from alar.rollout.cache import SLOT_ATTENTION, Slot, SlotCache, StepLayout
@@ -102,8 +101,7 @@ class HFEngine(Engine):
         self.step_tokens = step_tokens
         self.device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
-        dual = self.codec.dual
-        self.constraint = None if dual is None else PhaseConstraint(tokenizer, dual, self.device)
+        self.constraint = self.codec.constraint(self.device)
         self.group = model.config.num_attention_heads // model.config.num_key_value_heads
         self.cache = SlotCache(model.config, self.dtype, self.device)
         self.slot_of: dict[int, Slot] = {}  # session → slot
@@ -309,7 +307,7 @@ class HFEngine(Engine):
             )
             logits = policy_logits(self.model, states)
             if self.constraint is not None:
-                logits = self.constraint(logits, [rows[index].writer.phase for index in places])
+                logits = self.constraint(logits, [rows[index].writer.phase.row for index in places])
             tokens, logprobs = choose(logits, sampling, draws)
             for index, token, logprob in zip(places, tokens, logprobs):
                 rows[index].write(token, logprob)

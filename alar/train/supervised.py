@@ -40,7 +40,7 @@ class SupervisedConfig:
     warmup_ratio: float = 0.03
     weight_decay: float = 0.0
     latent_gradient: str = "published"
-    trainable: str = "lora"  # "lora" | "full", and of a dual vocabulary: "rows" | "lora+rows"
+    trainable: str = "lora"  # "lora" | "full"; of a model with added tokens "rows" | "lora+rows"
     lora_rank: int = 16
     lora_alpha: int = 32
     # batches among which examples of similar shape are put together; 1: batches as they come
@@ -63,12 +63,12 @@ def trainable_model(
     """Mark what trains: LoRA on q, k, v, o ("lora") or every weight ("full"); the projector by
     `train_projector`.
 
-    Of a dual vocabulary, "rows" trains the latent rows of embedding and head alone, "lora+rows"
-    both. Visible rows are no parameters then: neither gradient nor weight decay reaches them.
+    For a model with added tokens, "rows" trains only their rows of embedding and head, "lora+rows"
+    both. Other rows are no parameters then: neither gradient nor weight decay reaches them.
     """
     if trainable not in TRAINABLE:
         raise ValueError(f"trainable {trainable!r}: expected one of {', '.join(TRAINABLE)}")
-    rows = _latent_rows(model) if "rows" in trainable else None
+    rows = _added_rows(model) if "rows" in trainable else None
     if trainable == "full":
         wrapped = model.requires_grad_(True)
     else:
@@ -90,19 +90,17 @@ def trainable_model(
     return wrapped
 
 
-def _latent_rows(model) -> dict[str, list[int]]:
-    """Module name → latent rows; a head that is tied to the embedding follows it."""
-    dual = getattr(model, "dual_vocab", None)
-    if dual is None:
+def _added_rows(model) -> dict[str, list[int]]:
+    """Module name → rows of the tokens that a checkpoint has beyond its base's, from the first to
+    before the last of `config.added_rows`. A head that is tied to the embedding follows it."""
+    span = getattr(model.config, "added_rows", None)
+    if span is None:
         raise ValueError(
-            "trainable names latent rows, but this model has no dual vocabulary; use 'lora' or"
-            " 'full'"
+            "trainable names the rows of added tokens, but this model's config has no added_rows;"
+            " use 'lora' or 'full'"
         )
-    tied = model.config.tie_word_embeddings
-    return {
-        name: list(range(dual.V, dual.V + dual.L))
-        for name in (["embed_tokens"] if tied else ["embed_tokens", "lm_head"])
-    }
+    tables = ["embed_tokens"] if model.config.tie_word_embeddings else ["embed_tokens", "lm_head"]
+    return {name: list(range(*span)) for name in tables}
 
 
 def merged(model):

@@ -24,6 +24,7 @@ RayActorError. The log is `FOLDER/job.log`.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -41,7 +42,6 @@ import torch
 from alar.engines.verl.data import write_prompts
 from alar.engines.verl.settings import Job, compose, environment_variables, require_verl
 from alar.files import read_jsonl
-from alar.methods.dual.vocabulary import find
 from alar.records import Question
 from alar.rl.config import RLConfig
 from alar.rl.rollouts import prompts_of_step
@@ -119,13 +119,14 @@ def verl_job(
     prompts are written to `folder`.
 
     `engine`: "hf", the in-process engine, or "vllm". `environment`: the `domain` and the settings
-    of its environment (`alar.domains.catalogue`). Raises ValueError for a dual vocabulary, whose
-    constraint verl's log-probs do not know.
+    of its environment (`alar.domains.catalogue`). Raises ValueError for a checkpoint with a
+    codec of its own, whose constraint verl's log-probs do not know.
     """
     folder = Path(folder)
-    if find(model) is not None:
+    config = Path(model) / "config.json"
+    if config.exists() and "codec_class" in json.loads(config.read_text(encoding="utf-8")):
         raise ValueError(
-            f"{model}: a dual vocabulary trains in one process; set rl.trainer to single"
+            f"{model}: has a codec of its own, which verl does not know; set rl.trainer to single"
         )
     ordered = [q for step in range(1, rl.steps + 1) for q in prompts_of_step(questions, rl, step)]
     return Job(

@@ -49,7 +49,7 @@ class VLLMEngine(Engine):
         from vllm.platforms import current_platform
 
         from alar.engines.vllm.plugin import register
-        from alar.engines.vllm.turns import codec_of
+        from alar.engines.vllm.turns import engine_codec
 
         register(imported=current_platform.is_cpu())
         defaults = {
@@ -64,7 +64,7 @@ class VLLMEngine(Engine):
             **{**defaults, **engine_arguments(async_scheduling=async_scheduling), **arguments},
         )
         self.config = self.llm.llm_engine.vllm_config
-        self.codec = codec_of(self.config)
+        self.codec = engine_codec(self.config)
         self._keys = itertools.count()
         self._written: dict[
             str, tuple[TurnRequest, Sampling]

@@ -34,8 +34,7 @@ from vllm.v1.sample.logits_processor import (
 )
 
 from alar.engines.vllm.records import Record, shared
-from alar.engines.vllm.turns import TurnOptions, codec_of, open_turn
-from alar.methods.dual.constraint import PhaseConstraint
+from alar.engines.vllm.turns import TurnOptions, engine_codec, open_turn
 from alar.records import Origin
 from alar.rollout.codec import Codec
 from alar.rollout.sampling import inverse_cdf
@@ -118,13 +117,10 @@ class BlockForcer(LogitsProcessor):
     `alar.engines.vllm.turns`."""
 
     def __init__(self, vllm_config, device: torch.device, is_pin_memory: bool):
-        self.codec = codec_of(vllm_config)
+        self.codec = engine_codec(vllm_config)
         self.device = device
         self.shared = shared(vllm_config)
-        dual = self.codec.dual
-        self.constraint = (
-            None if dual is None else PhaseConstraint(self.codec.tokenizer, dual, device)
-        )
+        self.constraint = self.codec.constraint(device)
         self.rows: dict[int, Row] = {}
         size = vllm_config.scheduler_config.max_num_seqs
         self.broken = torch.zeros(size, dtype=torch.bool, device=device)
@@ -213,7 +209,7 @@ class BlockForcer(LogitsProcessor):
     def _constrain(self, logits: Tensor) -> None:
         """Forbid what the phase of each row's turn forbids; the writers are up to date."""
         places = list(self.rows)
-        rows = self.constraint.rows([self.rows[index].writer.phase for index in places])
+        rows = self.constraint.rows([self.rows[index].writer.phase.row for index in places])
         if places == list(range(logits.shape[0])):
             logits += rows
         else:

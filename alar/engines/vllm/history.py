@@ -220,12 +220,12 @@ class LatentHistory:
         return await self.app(scope, receive, send)
 
     def _connect(self, app) -> None:
-        from alar.engines.vllm.turns import codec_of
+        from alar.engines.vllm.turns import engine_codec
 
         app.add_api_route("/v1/latents/{key}", self._latents, methods=["GET"])
         engine, renderer = app.state.engine_client, app.state.online_renderer
         self.engine, self.width = engine, engine.vllm_config.model_config.hf_config.hidden_size
-        self.memory = BlockMemory(codec_of(engine.vllm_config))
+        self.memory = BlockMemory(engine_codec(engine.vllm_config))
         engine.generate = self._remembering(engine.generate)
         # Below what the endpoints share: chat, completions, /tokenize. vLLM answers a ValueError
         # from there with 400.

@@ -23,7 +23,7 @@ from alar.engines.vllm.forcing import plain
 from alar.engines.vllm.turns import (
     DEFAULT,
     TurnOptions,
-    codec_of,
+    engine_codec,
     open_turn,
     problem_in_context,
     problem_in_turn,
@@ -37,7 +37,7 @@ class LatentScheduling:
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.codec = codec_of(self.vllm_config)
+        self.codec = engine_codec(self.vllm_config)
 
     def add_request(self, request: Request) -> None:
         params, prompt = request.sampling_params, request.prompt_token_ids

@@ -20,13 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from alar import protocol
-from alar.methods.dual.vocabulary import find
 from alar.records import Origin
-from alar.rollout.codec import Codec
+from alar.rollout.codec import Codec, codec_class
 from alar.rollout.engine import Sampling, TurnRequest, TurnWriter
 
 MODES = ("free", "latent", "think", "off")
@@ -88,9 +86,9 @@ def open_turn(codec: Codec, options: TurnOptions, prompt: Sequence[int]) -> Turn
     """The writer of a turn that starts where `prompt` ends, less its last `latent_written` ids;
     None if nothing in the turn can be forced, forbidden or ended."""
     allow_latent = options.mode != "off" and codec.latent_token_id is not None
-    if not (
-        allow_latent or codec.dual or options.forced or options.stops or options.mode == "think"
-    ):
+    constrained = codec.turn_phase(False) is not None
+    followed = allow_latent or constrained or options.forced or options.stops
+    if not followed and options.mode != "think":
         return None
     start = len(prompt) - options.written
     context, written, forced = prompt[:start], prompt[start:], list(options.forced)
@@ -162,24 +160,16 @@ def problem_in_context(codec: Codec, ids: Sequence[int]) -> str:
     return ""
 
 
-@lru_cache(maxsize=4)
-def _codec(
-    tokenizer: str, revision: str | None, num_latent: int, latent_token_id: int | None, folder: str
-) -> Codec:
+_CODECS: dict[tuple[str, str | None, str], Codec] = {}  # by tokenizer, its revision, the config
+
+
+def engine_codec(vllm_config) -> Codec:
+    """The codec of an engine's checkpoint; one for all parts that live in a process."""
     from transformers import AutoTokenizer
 
-    loaded = AutoTokenizer.from_pretrained(tokenizer, revision=revision)
-    return Codec(loaded, num_latent, latent_token_id, dual=find(folder))
-
-
-def codec_of(vllm_config) -> Codec:
-    """The codec of an engine's checkpoint; one for all parts that live in a process."""
     model = vllm_config.model_config
-    config = model.hf_config
-    return _codec(
-        model.tokenizer,
-        model.tokenizer_revision,
-        getattr(config, "num_latent", 0),
-        getattr(config, "latent_token_id", None),
-        model.model,
-    )
+    key = (model.tokenizer, model.tokenizer_revision, model.hf_config.to_json_string())
+    if key not in _CODECS:
+        tokenizer = AutoTokenizer.from_pretrained(key[0], revision=key[1])
+        _CODECS[key] = codec_class(model.hf_config).from_config(model.hf_config, tokenizer)
+    return _CODECS[key]

@@ -1,7 +1,7 @@
 """A dual checkpoint from any causal LM, and the verification of a folder.
 
-    python -m alar.methods.dual build Qwen/Qwen2.5-3B-Instruct checkpoints/dual_qwen_3b
-    --think-missing clone_eos python -m alar.methods.dual verify checkpoints/dual_qwen_3b
+    python -m alar.methods.dual build Qwen/Qwen2.5-3B-Instruct checkpoints/dual --think-missing clone_eos
+    python -m alar.methods.dual verify checkpoints/dual
 
 V is the number of rows of the base's embedding, spare ones included, so that a full copy doubles
 the softmax exactly; added tags take spare rows first. The result is an ordinary checkpoint of the
@@ -10,18 +10,23 @@ base's architecture with V + L rows, tied where the base's are.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AddedToken,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 
 from alar import protocol
-from alar.methods.dual.vocabulary import META, MODES, DualVocab
+from alar.methods.dual.vocabulary import FIELD, MODES, DualVocab
 from alar.model.checkpoints import base_config, resolve, save
 
 THINK_MISSING = ("error", "add", "clone_eos", "literal")
@@ -74,8 +79,8 @@ def build(
     seed: int = 0,
     domain: str = "search",
 ) -> DualVocab:
-    """Write a dual checkpoint of `base` ("embedded", a hub id or a folder) and return what its meta
-    file says.
+    """Write a dual checkpoint of `base` ("embedded", a hub id or a folder) and return what its config
+    says about it.
 
     `mode`: "full_copy" mirrors all ids, "subset" those that `texts` use (`size` of them), "custom"
     the given `source_ids`. `think_missing` says what happens where `<think>` and `</think>` are no
@@ -124,7 +129,7 @@ def build(
     with torch.no_grad():
         for table in _tables(model):
             table[visible:] = table[list(dual.source_ids)]
-    model.dual_vocab = dual
+    dual.describe(model.config)
     save(model, tokenizer, folder)
     return dual
 
@@ -182,7 +187,7 @@ def _add_tags(
 
 
 def verify(folder: str | Path, *, untrained: bool = False) -> DualVocab:
-    """Check a dual checkpoint folder against its meta file: config, tokenizer, weights; with
+    """Check the tokenizer and the weights of a dual checkpoint against its config; with
     `untrained`, also that every mirror still equals its source. Raises ValueError that names file
     and field, one line for each problem.
     """
@@ -194,55 +199,48 @@ def verify(folder: str | Path, *, untrained: bool = False) -> DualVocab:
     return dual
 
 
-def _tokenizer_problems(folder: Path, dual: DualVocab) -> list[str]:
+def _tokenizer_problems(folder: Path, dual: DualVocab) -> Iterator[str]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    found = []
     if len(tokenizer) > dual.V:
-        found.append(
-            f"{folder}/tokenizer.json: has {len(tokenizer)} tokens, but {META} has V = {dual.V}"
-        )
-    for name, tag in (
-        ("think_start_ids", dual.think_start_token),
-        ("think_end_ids", dual.think_end_token),
-    ):
-        ids = _ids(tokenizer, tag)
-        if ids != getattr(dual, name):
-            found.append(
-                f"{folder}/{META}: {name}: {getattr(dual, name)}, but the tokenizer writes {tag} as"
-                f" {ids}"
+        yield f"{folder}/tokenizer.json: has {len(tokenizer)} tokens, more than V = {dual.V}"
+    tags = {"think_start_ids": dual.think_start_token, "think_end_ids": dual.think_end_token}
+    for name, tag in tags.items():
+        ours, found = getattr(dual, name), _ids(tokenizer, tag)
+        if found != ours:
+            yield (
+                f"{folder}/config.json: {FIELD}: {name}: {ours}, but the tokenizer writes {tag} as"
+                f" {found}"
             )
-    return found
 
 
-def _weight_problems(folder: Path, dual: DualVocab, untrained: bool) -> list[str]:
-    tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(
-        "tie_word_embeddings", False
-    )
-    wanted = {"embed_tokens.weight": True, "lm_head.weight": not tied}
-    found, rows = [], dual.V + dual.L
+def _weight_problems(folder: Path, dual: DualVocab, untrained: bool) -> Iterator[str]:
+    tied = AutoConfig.from_pretrained(folder).tie_word_embeddings
+    missing = {"embed_tokens.weight"} if tied else {"embed_tokens.weight", "lm_head.weight"}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as tensors:
             for key in tensors.keys():
-                suffix = next((suffix for suffix in wanted if key.endswith(suffix)), None)
-                if suffix is None:
+                name = ".".join(key.split(".")[-2:])
+                if name not in ("embed_tokens.weight", "lm_head.weight"):
                     continue
-                wanted[suffix] = False
-                count = tensors.get_slice(key).get_shape()[0]
-                if count != rows:
-                    found.append(f"{path}: {key}: {count} rows, but {META} has V + L = {rows}")
-                elif untrained:
-                    table = tensors.get_tensor(key)
-                    different = (
-                        (table[dual.V :] != table[list(dual.source_ids)]).any(-1).nonzero()[:, 0]
-                    )
-                    if len(different):
-                        j = int(different[0])
-                        found.append(
-                            f"{path}: {key}: {len(different)} mirrors differ from their sources,"
-                            f" the first is id {dual.V + j} of source {dual.source_ids[j]}"
-                        )
-    return found + [
-        f"{folder}: {name}: no such weight in its safetensors files"
-        for name, absent in wanted.items()
-        if absent
-    ]
+                missing.discard(name)
+                problem = _table_problem(tensors.get_tensor(key), dual, untrained)
+                if problem:
+                    yield f"{path}: {key}: {problem}"
+    for name in sorted(missing):
+        yield f"{folder}: {name}: no such weight in its safetensors files"
+
+
+def _table_problem(table: Tensor, dual: DualVocab, untrained: bool) -> str:
+    """What is wrong with an embedding or a head (rows, H), or ""."""
+    if len(table) != dual.V + dual.L:
+        return f"{len(table)} rows, but V + L = {dual.V + dual.L}"
+    if not untrained:
+        return ""
+    moved = (table[dual.V :] != table[list(dual.source_ids)]).any(-1).nonzero()[:, 0]
+    if not len(moved):
+        return ""
+    first = int(moved[0])
+    return (
+        f"{len(moved)} mirrors differ from their sources, the first is id {dual.V + first} of"
+        f" source {dual.source_ids[first]}"
+    )

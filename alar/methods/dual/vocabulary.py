@@ -1,25 +1,26 @@
-"""`DualVocab`: what a dual checkpoint says about itself, in `dual_vocab_meta.json`; and the phase
-of a turn.
+"""`DualVocab`: what a dual checkpoint says about itself, in its config.json.
 
 The think tags may be single tokens of the vocabulary or ordinary text of several pieces (in Qwen2.5
 `</think>` is `</`, `think`, `>`): `think_start_ids` and `think_end_ids` hold their ids. One rule
 serves both. Inside the think phase all visible ids are forbidden but EOS and the *first* piece of
-`</think>`; once that is written, only its next piece may follow. A visible first piece can
-therefore mean nothing but the end of the phase, while the same text inside a thought is spelled in
-mirrors. A turn has one think phase; after it, everything is visible.
+`</think>`; once that is written, only its next piece may follow. So a visible first piece can only
+mean the end of the phase, while the same text inside a thought is spelled in mirrors. A turn has
+one think phase; after it, everything is visible.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
+from transformers import AutoConfig, PretrainedConfig
+
 from alar import protocol
 
-META = "dual_vocab_meta.json"
+FIELD = "dual_vocabulary"  # of config.json
+CODEC = "alar.methods.dual.codec.DualCodec"
 MODES = ("full_copy", "subset", "custom")
 THINK_MADE = ("present", "literal", "add", "clone_eos")
 
@@ -104,77 +105,47 @@ class DualVocab:
             self.source_ids[token - self.V] if self.is_mirror(token) else token for token in ids
         ]
 
-    def write(self, folder: str | Path) -> Path:
-        path = Path(folder) / META
-        path.write_text(json.dumps(asdict(self), indent=None) + "\n", encoding="utf-8")
-        return path
+    def describe(self, config: PretrainedConfig) -> None:
+        """Write it into a model's config, which is saved with the weights. `codec_class` tells the
+        engines how to write turns, `added_rows` the trainer which rows are new."""
+        record = asdict(self)
+        if self.mode == "full_copy":
+            del record["source_ids"]  # all ids, in order
+        setattr(config, FIELD, record)
+        config.codec_class = CODEC
+        config.added_rows = [self.V, self.V + self.L]
 
     @classmethod
-    def read(cls, folder: str | Path) -> DualVocab:
-        """Raises FileNotFoundError, or ValueError that names the file and the field: the meta
-        file's own, or `vocab_size` of config.json where the two disagree."""
-        path = Path(folder) / META
-        if not path.exists():
-            raise FileNotFoundError(
-                f"{path}: no such file, so this is no dual checkpoint; alar.methods.dual.build"
-                " makes one"
-            )
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path}: not JSON ({error}); build the checkpoint again") from error
+    def of(cls, config: PretrainedConfig) -> DualVocab:
+        """The vocabulary that a model's config describes. Raises ValueError that names the field."""
+        record = getattr(config, FIELD, None)
         if not isinstance(record, dict):
-            raise ValueError(f"{path}: holds no fields; build the checkpoint again")
-        names = {field.name for field in fields(cls)}
-        for name in [f.name for f in fields(cls) if f.name not in record] + [
-            key for key in record if key not in names
-        ]:
             raise ValueError(
-                f"{path}: {name}: {'missing' if name in names else 'unknown field'}; build the"
-                " checkpoint again"
+                f"{FIELD}: missing, so this is no dual checkpoint; alar.methods.dual.build makes"
+                " one"
             )
+        values = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in record.items()
+        }
+        if values.get("mode") == "full_copy" and isinstance(values.get("V"), int):
+            values.setdefault("source_ids", tuple(range(values["V"])))
         try:
-            dual = cls(
-                **{
-                    key: tuple(value) if isinstance(value, list) else value
-                    for key, value in record.items()
-                }
-            )
+            dual = cls(**values)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: {error}") from error
-        config = Path(folder) / "config.json"
-        found = (
-            json.loads(config.read_text(encoding="utf-8")).get("vocab_size")
-            if config.exists()
-            else None
-        )
-        if found != dual.V + dual.L:
+            raise ValueError(f"{FIELD}: {error}; build the checkpoint again") from error
+        if config.vocab_size != dual.V + dual.L:
             raise ValueError(
-                f"{config}: vocab_size is {found}, but {META} has V + L = {dual.V + dual.L}"
+                f"vocab_size: {config.vocab_size}, but V + L = {dual.V + dual.L}; build the"
+                " checkpoint again"
             )
         return dual
 
-
-def find(folder: str | Path) -> DualVocab | None:
-    """The dual vocabulary of a checkpoint folder, None for an ordinary checkpoint or a name on the
-    hub."""
-    return DualVocab.read(folder) if (Path(folder) / META).exists() else None
-
-
-class ThinkPhase:
-    """Where a turn stands, as a row of the constraint's table: 0 visible, 1 thinking, 1 + n after n
-    pieces of `</think>`."""
-
-    def __init__(self, close: Sequence[int]):
-        self.close, self.row, self.over = tuple(close), 0, False
-
-    def push(self, token: int, inside: bool) -> None:
-        """A token was written; `inside` says whether the turn's visible text now stands in a think
-        block."""
-        if not inside or self.over:
-            self.over |= self.row > 0
-            self.row = 0
-        elif self.row == 0:
-            self.row = 1
-        else:
-            self.row = self.row + 1 if token == self.close[self.row - 1] else 1
+    @classmethod
+    def read(cls, folder: str | Path) -> DualVocab:
+        """That of a checkpoint folder. Raises ValueError that names the file and the field."""
+        config = AutoConfig.from_pretrained(folder)
+        try:
+            return cls.of(config)
+        except ValueError as error:
+            raise ValueError(f"{Path(folder) / 'config.json'}: {error}") from error

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from alar import protocol
-from alar.methods.dual.constraint import PhaseConstraint
 from alar.records import Origin, Trajectory
 from alar.rollout.codec import Codec
 from alar.rollout.hf import policy_logits
@@ -146,12 +145,7 @@ class LogProbScorer(Scorer):
     ):
         self.codec, self.form = Codec.of(model, tokenizer, form), form
         self.model, self.batch_tokens = model.eval(), batch_tokens
-        dual = self.codec.dual
-        self.constraint = (
-            None
-            if dual is None
-            else PhaseConstraint(tokenizer, dual, next(model.parameters()).device)
-        )
+        self.constraint = self.codec.constraint(next(model.parameters()).device)
 
     @property
     def positions(self) -> int:

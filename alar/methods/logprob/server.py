@@ -34,6 +34,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, FiniteFloat, Tag
 
 from alar import protocol
+from alar.methods.dual.codec import DualCodec
 from alar.domains.search import json_service
 from alar.methods.logprob.scoring import Case, LogProbScorer, around_answer
 from alar.model import load
@@ -99,7 +100,7 @@ def text_case(request: TextCase, codec: Codec) -> Case:
     """The search domain's prompt with a response as text. Raises ValueError for a latent block,
     whose z no text holds, and for the model of a dual vocabulary, whose thoughts are mirrors."""
     response = request.response
-    if codec.dual is not None:
+    if isinstance(codec, DualCodec):
         raise ValueError(
             "response: this model thinks in mirrors of its tokens, which no text tells apart; send"
             " the record (ids)"
