@@ -176,7 +176,7 @@ def test_a_context_without_the_z_of_its_latent_positions_is_refused(random_model
     model, tokenizer = random_model()
     engine = HFEngine(model, tokenizer)
     ids = engine.codec.prompt("x") + engine.codec.latent_open + [engine.codec.latent_token_id] * 4
-    with pytest.raises(ValueError, match="must carry the z"):
+    with pytest.raises(ValueError, match="latent vectors"):
         engine.generate([TurnRequest(0, ids + engine.codec.latent_close, [])], SAMPLING)
 
 

@@ -696,7 +696,7 @@ def test_the_latent_id_is_never_sampled_and_has_no_probability(bench, checkpoint
 def test_a_start_without_the_scheduler_or_the_forcing_is_refused(
     bench, checkpoint, arguments, message
 ):
-    with pytest.raises(Refused, match=rf"(?s)EngineRefused.*{message}.*alar\.serve"):
+    with pytest.raises(Refused, match=rf"(?s)EngineRefused.*{message}.*alar\.engines\.serve"):
         bench.start_plain(str(checkpoint()[0]), **arguments)
 
 

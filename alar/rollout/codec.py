@@ -117,8 +117,8 @@ class Codec:
     def latent_turn(
         self, action: str, argument: str, *, first: bool
     ) -> tuple[list[int], list[Origin]]:
-        """(ids, origins) of a turn that reasons in K latent thoughts. The close tag is FORCED, as in
-        decoding; `first` turns begin with the form's opening."""
+        """(ids, origins) of a turn that reasons in K latent thoughts; the close tag is FORCED as in
+        decoding. The first turn begins with the form's opening."""
         if self.latent_token_id is None:
             raise ValueError("this model has no latent token: make one with alar.model.from_base")
         opening = self.trusted(self.form.opening) if first else []
@@ -177,7 +177,8 @@ class Codec:
         return table
 
     def text(self, ids: Sequence[int]) -> str:
-        """Decode for people and for parsing: latent positions as bullets, special tokens dropped."""
+        """Decode for people and for parsing: latent positions become bullets, special tokens
+        nothing."""
         pieces, bullet = self.piece_bytes, protocol.BULLET.encode()
         written = []
         for token in ids:

@@ -1,4 +1,4 @@
-"""Constrained decoding: which tokens a policy may write next, as values that are added to the logits.
+"""Constrained decoding: which tokens a policy may write next, as values to add to the logits.
 
 A codec may bring a constraint (`Codec.constraint`). Every engine adds the same values before the
 temperature, so a recorded log-prob is that of the constrained distribution.

@@ -137,8 +137,10 @@ class TurnWriter:
         self.thoughts = 0  # latent steps done in the open block
         # The context may end in an open tag, but forced ids would stand between it and the turn.
         before = b"" if request.forced else codec.text(list(request.ids)[-8:]).encode()
-        self.in_think = before.rstrip().endswith(self.THINK_OPEN)  # templates add a line break
-        self.phase = codec.turn_phase(self.in_think)
+        opened = before.rstrip().endswith(self.THINK_OPEN)  # templates add a line break
+        self.phase = codec.turn_phase(opened)
+        # Without a constraint, a think block counts only if this turn opened it.
+        self.in_think = opened and self.phase is not None
         if self.allow_latent and before.endswith(self.LATENT_OPEN):
             self._open_block()
 
@@ -151,7 +153,7 @@ class TurnWriter:
         return bool(self.output.finish)
 
     def push(self, token_id: int, logprob: float, latent: np.ndarray | None = None) -> None:
-        """Record one token; `latent` is the z (H,) that was fed if the token is a latent position."""
+        """Record one token; `latent` is its z (H,) if it is a latent position."""
         origin = self.queue.popleft()[1] if self.queue else Origin.SAMPLED
         out = self.output
         out.ids.append(token_id)
