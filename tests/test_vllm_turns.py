@@ -12,7 +12,7 @@ import torch
 from fastapi import FastAPI
 
 from alar.engines.serve import server_arguments
-from alar.engines.vllm import checks, records
+from alar.engines.vllm import checks, notes
 from alar.engines.vllm.history import (
     AS_TEXT,
     EMPTY,
@@ -458,25 +458,25 @@ def test_inverse_cdf_keeps_the_nucleus_of_each_row():
     assert torch.allclose(share, torch.tensor([0.0, 5 / 9, 4 / 9]), atol=0.03)
 
 
-def test_records_that_nobody_fetches_are_dropped_by_their_bytes_and_their_number(monkeypatch):
-    store = records.RecordStore()
+def test_notes_that_nobody_fetches_are_dropped_by_their_bytes_and_their_number(monkeypatch):
+    store = notes.NoteStore()
     z = torch.zeros(256)  # 1 KiB
-    monkeypatch.setattr(records, "KEPT_BYTES", 8 * z.nbytes)
+    monkeypatch.setattr(notes, "KEPT_BYTES", 8 * z.nbytes)
     first = store.of("first", anew=True)
     for key in ("a", "b", "c"):
-        record = store.of(key, anew=True)
+        kept = store.of(key, anew=True)
         for index in (4, 5, 6, 6):  # a position that is computed again is counted once
-            store.keep(record, index, z)
-    assert store.bytes == 6 * z.nbytes and list(store.records) == ["b", "c"]
+            store.keep(kept, index, z)
+    assert store.bytes == 6 * z.nbytes and list(store.notes) == ["b", "c"]
     store.keep(first, 0, z)
     assert store.bytes == 6 * z.nbytes, "what was dropped counts no more"
     assert store.take("a") is None and len(store.take("b")["latents"]) == 3 * z.nbytes
     assert (
-        store.of("c", anew=False) is record
-        and store.of("c", anew=True) is not record
+        store.of("c", anew=False) is kept
+        and store.of("c", anew=True) is not kept
         and store.bytes == 0
     )
-    monkeypatch.setattr(records, "KEPT", 2)
+    monkeypatch.setattr(notes, "KEPT", 2)
     for key in ("d", "e"):
         store.of(key, anew=True)
-    assert list(store.records) == ["d", "e"]
+    assert list(store.notes) == ["d", "e"]

@@ -20,7 +20,7 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from alar.engines.vllm.checks import EngineRefused, check_engine
-from alar.engines.vllm.records import Step, shared
+from alar.engines.vllm.notes import StepLatents, shared
 from alar.model.projector import PROJECTORS
 
 PREFIX = "model.projector."
@@ -62,7 +62,9 @@ class LatentModel:
         self.cache_config = vllm_config.cache_config
         self.blueprints: dict[str, tuple] | None = None
         self.rows: BlockRows | None = None
-        self.step = Step(scheduling.max_num_seqs, config.hidden_size, weight.dtype, weight.device)
+        self.step = StepLatents(
+            scheduling.max_num_seqs, config.hidden_size, weight.dtype, weight.device
+        )
         self.eager_checks = (
             weight.device.type == "cpu"
         )  # looking at values costs no synchronisation there
