@@ -21,18 +21,7 @@ from transformers.utils import logging
 
 from alar import protocol
 from alar.methods.dual import vocabulary
-from alar.model.latent import (
-    LatentOptions,
-    LatentQwen2Config,
-    LatentQwen2ForCausalLM,
-    LatentQwen3Config,
-    LatentQwen3ForCausalLM,
-)
-
-FAMILIES = {
-    "qwen2": (LatentQwen2Config, LatentQwen2ForCausalLM),
-    "qwen3": (LatentQwen3Config, LatentQwen3ForCausalLM),
-}
+from alar.model.families import FAMILIES, LatentOptions
 
 
 def embedded(domain: str = "search") -> Path:
