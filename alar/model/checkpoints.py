@@ -20,18 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from alar import protocol
-from alar.model.latent import (
-    LatentOptions,
-    LatentQwen2Config,
-    LatentQwen2ForCausalLM,
-    LatentQwen3Config,
-    LatentQwen3ForCausalLM,
-)
-
-FAMILIES = {
-    "qwen2": (LatentQwen2Config, LatentQwen2ForCausalLM),
-    "qwen3": (LatentQwen3Config, LatentQwen3ForCausalLM),
-}
+from alar.model.families import FAMILIES, LatentOptions
 
 
 def embedded(domain: str = "search") -> Path:
