@@ -20,7 +20,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from alar.domains.search.environment import SearchEnvironment
 from alar.domains.search.questions import validation_questions
@@ -129,7 +137,11 @@ def checkpoint(tmp_path_factory, tokenizer):
 
     @lru_cache
     def make(family="qwen2", num_latent=4, seed=1, projector_kind="mlp", **sizes):
-        kinds = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+        kinds = {
+            "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+            "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+            "llama": (LlamaConfig, LlamaForCausalLM),
+        }
         config_class, model_class = kinds[family]
         torch.manual_seed(seed)
         small = dict(
@@ -417,6 +429,12 @@ def test_three_turns_equal_decoding_one_token_at_a_time(
     assert three_turns(bench, model, codec) <= 1
     if disturbance == "preempted":
         assert bench.preemptions() >= 4
+
+
+def test_a_third_family_equals_decoding_one_token_at_a_time(bench, checkpoint):
+    folder, model, codec = checkpoint("llama", 4)
+    bench.start(folder, **SETTINGS["chunks"])
+    assert three_turns(bench, model, codec) <= 1
 
 
 def test_the_block_may_stand_at_every_offset_of_a_kv_block(bench, checkpoint):

@@ -212,16 +212,17 @@ def test_a_turn_may_have_several_blocks_forced_chosen_or_written_before(codec):
 @pytest.mark.parametrize(
     "extra, message",
     [
-        ({"latent_mode": "always"}, "latent_mode 'always': expected one of free"),
-        ({"latent_mod": "free"}, "latent_mod: unknown option"),
-        ({"latent_forced": ["a"]}, "latent_forced: expected a list of token ids"),
-        ({"latent_stops": "</search>"}, "latent_stops: expected a list"),
-        ({"latent_forced": 5}, "latent_forced: expected a list of token ids"),
-        ({"latent_forced": "12"}, "latent_forced: expected a list of token ids"),
-        ({"latent_stops": 5}, "latent_stops: expected a list"),
-        ({"latent_seed": [1]}, r"latent_seed \[1\]: expected a whole number"),
-        ({"latent_written": -1}, "latent_written -1"),
-        ({"latent_written": True}, "latent_written True"),
+        ({"latent_mode": "always"}, "latent_mode"),
+        ({"latent_mod": "free"}, "latent_mod"),
+        ({"latent_forced": ["a"]}, "latent_forced"),
+        ({"latent_stops": "</search>"}, "latent_stops"),
+        ({"latent_stops": [""]}, "latent_stops"),
+        ({"latent_forced": 5}, "latent_forced"),
+        ({"latent_forced": "12"}, "latent_forced"),
+        ({"latent_stops": 5}, "latent_stops"),
+        ({"latent_seed": [1]}, "latent_seed"),
+        ({"latent_written": -1}, "latent_written"),
+        ({"latent_written": True}, "latent_written"),
     ],
 )
 def test_wrong_options_are_named(extra, message):
