@@ -1,4 +1,4 @@
-"""Token ids and text: tags keep their pieces, and text from outside never becomes a special token."""
+"""Token ids and text: tags keep their pieces; text from outside is never a special token."""
 
 from copy import deepcopy
 

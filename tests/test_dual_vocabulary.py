@@ -30,7 +30,7 @@ from alar.engines.vllm.turns import TurnOptions, engine_codec, open_turn
 from alar.methods.dual.__main__ import main
 from alar.methods.dual.build import build, clone_source, most_used, verify
 from alar.methods.dual.constraint import PhaseConstraint, control_ids
-from alar.methods.dual.examples import dual_examples, rewrite, thoughts
+from alar.methods.dual.examples import dual_examples, encoded_anew, thoughts
 from alar.methods.dual.identity import label_losses
 from alar.methods.dual.vocabulary import DualVocab, NoMirror
 from alar.model import load
@@ -329,7 +329,7 @@ def test_the_command_line_builds_and_verifies(base, tmp_path, capsys):
 def test_thoughts_become_mirrors_and_nothing_else_does(dual_of, traces, tags):
     model, tokenizer = load(dual_of(True, tags))
     codec, dual = Codec.of(model, tokenizer), DualVocab.of(model.config)
-    example = rewrite(traces[0], codec)
+    example = encoded_anew(traces[0], codec)
     text, trace = codec.text(example.ids), Codec(tokenizer).text(traces[0].ids)
     assert text == trace  # mirrors are shown as the text of their sources
     inside = [token for token in example.ids if dual.is_mirror(token)]
@@ -603,9 +603,18 @@ def test_rl_on_mirrors_alone_leaves_the_visible_tokens_without_loss(dual_of, tmp
     model, tokenizer = load(dual_of(True, True, 5.0))
     dual, asked = DualVocab.of(model.config), validation_questions(4)
     config = RLConfig(
-        steps=1, prompts_per_step=2, group_size=2, explore_fraction=0.0, credit="trajectory", gradient_accumulation=2,
-        trainable="lora+rows", max_turns=2, max_new_tokens=16, validation_every=0, latent_only=True,
-    )  # fmt: skip
+        steps=1,
+        prompts_per_step=2,
+        group_size=2,
+        explore_fraction=0.0,
+        credit="trajectory",
+        gradient_accumulation=2,
+        trainable="lora+rows",
+        max_turns=2,
+        max_new_tokens=16,
+        validation_every=0,
+        latent_only=True,
+    )
     trainer = ARGRPO(
         model, tokenizer, SearchEnvironment(topk=1), asked, asked, config, folder=tmp_path
     )

@@ -21,7 +21,7 @@ SCHEDULES = 1000
 
 @torch.no_grad()
 def decode_slowly(model, codec, request: TurnRequest, sampling: Sampling, margin: list[float]):
-    """One request, one token at a time, one growing cache: (ids, log-probs of sampled tokens, z)."""
+    """(ids, log-probs of sampled tokens, z) of one request: one token at a time, one cache."""
     cache, hidden, seen = DynamicCache(config=model.config), None, 0
 
     def feed(embedding):
@@ -412,7 +412,7 @@ def test_sampling_within_top_p_keeps_the_ids_that_transformers_keeps(random_mode
 
 
 def write(codec, text: str, sampling=SAMPLING) -> TurnWriter:
-    """Push the pieces of a text as if they had been sampled; forced tokens are pushed as they come."""
+    """Push the pieces of a text as if they had been sampled, and forced tokens as they come."""
     writer = TurnWriter(codec, TurnRequest(0, codec.prompt("x"), []), sampling)
     for token in codec.untrusted(text):
         while writer.forced():

@@ -38,14 +38,11 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.command == "build":
         try:
-            texts = (
-                options.texts.read_text(encoding="utf-8").splitlines() if options.texts else None
-            )
-            source_ids = (
-                [int(word) for word in options.source_ids.read_text().split()]
-                if options.source_ids
-                else None
-            )
+            texts = source_ids = None
+            if options.texts:
+                texts = options.texts.read_text(encoding="utf-8").splitlines()
+            if options.source_ids:
+                source_ids = [int(word) for word in options.source_ids.read_text().split()]
             build(
                 options.base,
                 options.folder,

@@ -1,7 +1,7 @@
 """A dual checkpoint from any causal LM, and the verification of a folder.
 
-    python -m alar.methods.dual build Qwen/Qwen2.5-3B-Instruct checkpoints/dual --think-missing clone_eos
-    python -m alar.methods.dual verify checkpoints/dual
+    python -m alar.methods.dual build Qwen/Qwen2.5-3B-Instruct DUAL --think-missing clone_eos
+    python -m alar.methods.dual verify DUAL
 
 V is the number of rows of the base's embedding, spare ones included, so that a full copy doubles
 the softmax exactly; added tags take spare rows first. The result is an ordinary checkpoint of the
@@ -30,12 +30,8 @@ from alar.methods.dual.vocabulary import FIELD, MODES, DualVocab
 from alar.model.checkpoints import base_config, resolve, save
 
 THINK_MISSING = ("error", "add", "clone_eos", "literal")
-END_OF_TURN = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|end|>",
-    "</s>",
-)  # Qwen, Llama-3, Phi-3, older Llama and Mistral
+# Of Qwen, Llama-3, Phi-3, older Llama and Mistral.
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "</s>")
 CLONE_NOISE = 0.01  # of the mean absolute entry of the cloned row
 ADDED_STD = 0.02
 
@@ -79,14 +75,18 @@ def build(
     seed: int = 0,
     domain: str = "search",
 ) -> DualVocab:
-    """Write a dual checkpoint of `base` ("embedded", a hub id or a folder) and return what its config
-    says about it.
+    """Write a dual checkpoint of `base` ("embedded", a hub id or a folder); returns its vocabulary.
 
-    `mode`: "full_copy" mirrors all ids, "subset" those that `texts` use (`size` of them), "custom"
-    the given `source_ids`. `think_missing` says what happens where `<think>` and `</think>` are no
-    single tokens: "error"; "add" them with small random rows; "clone_eos", rows of the end-of-turn
-    token with a little noise; or "literal", they stay text of several pieces, which a base that was
-    trained on them already writes. Raises ValueError that names the argument.
+    `mode`: "full_copy" mirrors all ids, "subset" those that `texts` use (the `size` most frequent),
+    "custom" the given `source_ids`. `think_missing` says what happens if `<think>` and `</think>`
+    are not single tokens:
+
+        error      refuse
+        add        add them with small random rows
+        clone_eos  add them with the rows of the end-of-turn token and a little noise
+        literal    they stay text of several pieces, for a base that already writes them so
+
+    Raises ValueError that names the argument.
     """
     if mode not in MODES:
         raise ValueError(f"mode {mode!r}: expected one of {', '.join(MODES)}")
@@ -117,9 +117,7 @@ def build(
         L=len(source_ids),
         mode=mode,
         source_ids=tuple(map(int, source_ids)),
-        think_start_token=protocol.THINK_OPEN,
         think_start_ids=_ids(tokenizer, protocol.THINK_OPEN),
-        think_end_token=protocol.THINK_CLOSE,
         think_end_ids=_ids(tokenizer, protocol.THINK_CLOSE),
         think_made=made,
         cloned_from=cloned,
@@ -141,15 +139,19 @@ def _ids(tokenizer: PreTrainedTokenizerBase, tag: str) -> tuple[int, ...]:
 def _tables(model) -> list[Tensor]:
     """What has one row per id: the embedding, and an untied head with its bias."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    untied = [] if head.weight is embedding else [head.weight]
-    return [embedding, *untied, *([head.bias] if head.bias is not None else [])]
+    tables = [embedding]
+    if head.weight is not embedding:
+        tables.append(head.weight)
+    if head.bias is not None:
+        tables.append(head.bias)
+    return tables
 
 
 def _add_tags(
     model, tokenizer: PreTrainedTokenizerBase, think_missing: str, seed: int
 ) -> tuple[str, str]:
-    """Make the tags known as `think_missing` says; returns how they were made and the token that
-    was cloned."""
+    """Make the tags known; returns how that was done (`think_made`) and the token that was
+    cloned."""
     tags = (protocol.THINK_OPEN, protocol.THINK_CLOSE)
     special = [tag for tag in tags if tag in tokenizer.all_special_tokens]
     if special:
@@ -163,7 +165,7 @@ def _add_tags(
     if think_missing == "error":
         raise ValueError(
             f"{' and '.join(missing)}: no single token of this tokenizer; choose think_missing"
-            " clone_eos (recommended), add, or literal for a base that writes the tags as text"
+            " clone_eos (recommended), add, or literal for a base that writes them as text"
         )
     if think_missing == "literal":
         return "literal", ""
@@ -203,7 +205,7 @@ def _tokenizer_problems(folder: Path, dual: DualVocab) -> Iterator[str]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if len(tokenizer) > dual.V:
         yield f"{folder}/tokenizer.json: has {len(tokenizer)} tokens, more than V = {dual.V}"
-    tags = {"think_start_ids": dual.think_start_token, "think_end_ids": dual.think_end_token}
+    tags = {"think_start_ids": protocol.THINK_OPEN, "think_end_ids": protocol.THINK_CLOSE}
     for name, tag in tags.items():
         ours, found = getattr(dual, name), _ids(tokenizer, tag)
         if found != ours:

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-from alar import protocol
-
 FIELD = "dual_vocabulary"  # of config.json
 CODEC = "alar.methods.dual.codec.DualCodec"
 MODES = ("full_copy", "subset", "custom")
@@ -33,10 +31,10 @@ class NoMirror(ValueError):
 class DualVocab:
     """V visible ids and L mirrors; mirror V + j stands for `source_ids[j]`.
 
-    `think_made`: the tags were "present" as single tokens, are "literal" text of several pieces, or
-    were added with small random rows ("add") or with rows cloned from `cloned_from` ("clone_eos").
-    `think_end_bias` is added to the logit of `</think>` in the think phase. Raises ValueError that
-    names the field.
+    `think_made` says how the tags came: "present" as single tokens, "literal" text of several
+    pieces, added with small random rows ("add"), or with rows cloned from `cloned_from`
+    ("clone_eos"). `think_end_bias` is added to the logit of `</think>` in the think phase. Raises
+    ValueError that names the field.
     """
 
     base_model: str
@@ -44,44 +42,43 @@ class DualVocab:
     L: int
     mode: str
     source_ids: tuple[int, ...]
-    think_start_token: str
     think_start_ids: tuple[int, ...]
-    think_end_token: str
     think_end_ids: tuple[int, ...]
     think_made: str
     cloned_from: str = ""
     think_end_bias: float = 5.0
 
     def __post_init__(self):
-        for name, problem in self._problems():
-            raise ValueError(f"{name}: {problem}")
+        def require(holds: bool, name: str, problem: str) -> None:
+            if not holds:
+                raise ValueError(f"{name}: {problem}")
 
-    def _problems(self):
         for name in ("V", "L"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                yield name, f"{value!r} is not a positive number of ids"
+            require(
+                isinstance(value, int) and value > 0,
+                name,
+                f"{value!r} is not a positive number of ids",
+            )
         for name in ("source_ids", "think_start_ids", "think_end_ids"):
             ids = getattr(self, name)
-            if not ids or any(not isinstance(i, int) or not 0 <= i < self.V for i in ids):
-                yield name, f"expected ids in [0, V) with V = {self.V}"
-        if len(self.source_ids) != self.L:
-            yield "source_ids", f"{len(self.source_ids)} sources for L = {self.L} mirrors"
-        if len(set(self.source_ids)) < self.L:
-            yield "source_ids", "a source has more than one mirror"
+            inside = all(isinstance(token, int) and 0 <= token < self.V for token in ids)
+            require(bool(ids) and inside, name, f"expected ids in [0, V) with V = {self.V}")
+        count = len(self.source_ids)
+        require(count == self.L, "source_ids", f"{count} sources for L = {self.L} mirrors")
+        require(
+            len(set(self.source_ids)) == self.L, "source_ids", "a source has more than one mirror"
+        )
         for name, choices in (("mode", MODES), ("think_made", THINK_MADE)):
-            if getattr(self, name) not in choices:
-                yield name, f"{getattr(self, name)!r} is not one of {', '.join(choices)}"
-        if self.mode == "full_copy" and self.source_ids != tuple(range(self.V)):
-            yield "source_ids", "mode full_copy mirrors every visible id, in order"
-        for name, tag in (
-            ("think_start_token", protocol.THINK_OPEN),
-            ("think_end_token", protocol.THINK_CLOSE),
-        ):
-            if getattr(self, name) != tag:
-                yield name, f"{getattr(self, name)!r}: the protocol's tag is {tag}"
-        if not isinstance(self.think_end_bias, (int, float)):
-            yield "think_end_bias", f"{self.think_end_bias!r} is not a number"
+            value = getattr(self, name)
+            require(value in choices, name, f"{value!r} is not one of {', '.join(choices)}")
+        require(
+            self.mode != "full_copy" or self.source_ids == tuple(range(self.V)),
+            "source_ids",
+            "mode full_copy mirrors every visible id, in order",
+        )
+        bias = self.think_end_bias
+        require(isinstance(bias, (int, float)), "think_end_bias", f"{bias!r} is not a number")
 
     @cached_property
     def mirror_of(self) -> dict[int, int]:
@@ -117,7 +114,7 @@ class DualVocab:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> DualVocab:
-        """The vocabulary that a model's config describes. Raises ValueError that names the field."""
+        """The vocabulary that a config describes. Raises ValueError that names the field."""
         record = getattr(config, FIELD, None)
         if not isinstance(record, dict):
             raise ValueError(
