@@ -66,7 +66,7 @@ class Server:
         environment: Mapping[str, str] = {},
         patience: float = 600,
     ):
-        with socket.socket() as free:
+        with socket.socket() as free:  # port 0: the system chooses one
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         command = [sys.executable, "-m", "alar.engines.serve", str(folder), WITH_PARENT]
@@ -78,7 +78,7 @@ class Server:
                 env={**os.environ, **environment},
                 stdout=stream,
                 stderr=stream,
-                start_new_session=True,
+                start_new_session=True,  # vLLM's workers then belong to one group
             )
         try:
             self._wait(time.monotonic() + patience)
@@ -162,6 +162,7 @@ def main(argv: list[str] | None = None) -> None:
         arguments = list(sys.argv[1:] if argv is None else argv)
         if WITH_PARENT in arguments:
             arguments.remove(WITH_PARENT)
+            # Linux sends us this signal when the parent dies, even if that is killed.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         arguments = server_arguments(arguments)
     except EngineRefused as error:

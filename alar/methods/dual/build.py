@@ -106,7 +106,7 @@ def build(
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     made, cloned = _add_tags(model, tokenizer, think_missing, seed)
-    visible = model.get_input_embeddings().num_embeddings
+    visible = model.get_input_embeddings().num_embeddings  # V, with the rows of new tags
     if mode == "full_copy":
         source_ids = range(visible)
     elif mode == "subset":
@@ -125,7 +125,7 @@ def build(
     )
     model.resize_token_embeddings(visible + dual.L, mean_resizing=False)
     with torch.no_grad():
-        for table in _tables(model):
+        for table in _tables(model):  # (V + L, H), or (V + L,) for a bias
             table[visible:] = table[list(dual.source_ids)]
     dual.describe(model.config)
     save(model, tokenizer, folder)
@@ -170,6 +170,7 @@ def _add_tags(
     if think_missing == "literal":
         return "literal", ""
     cloned = clone_source(tokenizer) if think_missing == "clone_eos" else ""
+    # Not special: `skip_special_tokens` would drop the tags from every decoded text.
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in missing])
     rows = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:
@@ -178,7 +179,7 @@ def _add_tags(
     with torch.no_grad():
         for table in _tables(model):
             for tag in missing:
-                new = table[tokenizer.convert_tokens_to_ids(tag)]
+                new = table[tokenizer.convert_tokens_to_ids(tag)]  # (H,), a view
                 noise = torch.randn(new.shape, generator=generator).to(new)
                 if cloned:
                     origin = table[tokenizer.convert_tokens_to_ids(cloned)]
@@ -216,6 +217,7 @@ def _tokenizer_problems(folder: Path, dual: DualVocab) -> Iterator[str]:
 
 
 def _weight_problems(folder: Path, dual: DualVocab, untrained: bool) -> Iterator[str]:
+    # A tied head is not stored.
     tied = AutoConfig.from_pretrained(folder).tie_word_embeddings
     missing = {"embed_tokens.weight"} if tied else {"embed_tokens.weight", "lm_head.weight"}
     for path in sorted(folder.glob("*.safetensors")):

@@ -34,6 +34,7 @@ class DualCodec(Codec):
 
     def thought_and_action(self, thought: str, acting: str) -> list[int]:
         """Raises NoMirror, a ValueError, for a thought with a token that has no mirror."""
+        # Encoded apart from the tags: no piece may span the end of the thought.
         mirrors = self.dual.to_mirrors(self.untrusted(thought))
         block = [*self.dual.think_start_ids, *mirrors, *self.dual.think_end_ids]
         return block + self.untrusted(acting)

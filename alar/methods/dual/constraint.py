@@ -42,13 +42,14 @@ class PhaseConstraint(TokenConstraint):
     ):
         close = dual.think_end_ids
         table = torch.full((1 + len(close), dual.V + dual.L), float("-inf"))
-        table[0, : dual.V] = 0.0
-        table[1, dual.V :] = 0.0
+        table[0, : dual.V] = 0.0  # visible
+        table[1, dual.V :] = 0.0  # thinking
         for token in control_ids(tokenizer, dual):
             if token in dual.mirror_of:
                 table[1, dual.mirror_of[token]] = float("-inf")
         table[1, tokenizer.eos_token_id] = 0.0
         table[1, close[0]] = dual.think_end_bias
+        # After n pieces of `</think>` only the next one may follow.
         for written, piece in enumerate(close[1:], start=1):
             table[1 + written, piece] = 0.0
         self.table = table.to(device)

@@ -24,14 +24,14 @@ class ThinkPhase(TurnPhase):
         self.over = False
 
     def push(self, token: int, in_think: bool) -> None:
-        if self.over or not in_think:
+        if self.over or not in_think:  # `in_think` ends with the last piece of `</think>`
             self.over = self.over or self.row > 0
             self.row = 0
         elif self.row == 0:
             self.row = 1
         elif token == self.close[self.row - 1]:
             self.row += 1
-        else:
+        else:  # a mirror
             self.row = 1
 
 

@@ -11,74 +11,55 @@ one think phase; after it, everything is visible.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal, get_args
 
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, model_validator
 from transformers import AutoConfig, PretrainedConfig
 
 FIELD = "dual_vocabulary"  # of config.json
 CODEC = "alar.methods.dual.codec.DualCodec"
-MODES = ("full_copy", "subset", "custom")
-THINK_MADE = ("present", "literal", "add", "clone_eos")
+Mode = Literal["full_copy", "subset", "custom"]
+MODES = get_args(Mode)
 
 
 class NoMirror(ValueError):
     """A chain of thought uses a token that has no latent mirror."""
 
 
-@dataclass(frozen=True)
-class DualVocab:
+class DualVocab(BaseModel):
     """V visible ids and L mirrors; mirror V + j stands for `source_ids[j]`.
 
     `think_made` says how the tags came: "present" as single tokens, "literal" text of several
     pieces, added with small random rows ("add"), or with rows cloned from `cloned_from`
-    ("clone_eos"). `think_end_bias` is added to the logit of `</think>` in the think phase. Raises
-    ValueError that names the field.
+    ("clone_eos"). `think_end_bias` is added to the logit of `</think>` in the think phase. A wrong
+    field is a ValueError that names it.
     """
 
+    model_config = ConfigDict(frozen=True, extra="forbid")
     base_model: str
-    V: int
-    L: int
-    mode: str
-    source_ids: tuple[int, ...]
-    think_start_ids: tuple[int, ...]
-    think_end_ids: tuple[int, ...]
-    think_made: str
+    V: PositiveInt
+    L: PositiveInt
+    mode: Mode
+    source_ids: tuple[NonNegativeInt, ...]
+    think_start_ids: tuple[NonNegativeInt, ...]
+    think_end_ids: tuple[NonNegativeInt, ...]
+    think_made: Literal["present", "literal", "add", "clone_eos"]
     cloned_from: str = ""
     think_end_bias: float = 5.0
 
-    def __post_init__(self):
-        def require(holds: bool, name: str, problem: str) -> None:
-            if not holds:
-                raise ValueError(f"{name}: {problem}")
-
-        for name in ("V", "L"):
-            value = getattr(self, name)
-            require(
-                isinstance(value, int) and value > 0,
-                name,
-                f"{value!r} is not a positive number of ids",
-            )
+    @model_validator(mode="after")
+    def _consistent(self) -> DualVocab:
         for name in ("source_ids", "think_start_ids", "think_end_ids"):
             ids = getattr(self, name)
-            inside = all(isinstance(token, int) and 0 <= token < self.V for token in ids)
-            require(bool(ids) and inside, name, f"expected ids in [0, V) with V = {self.V}")
-        count = len(self.source_ids)
-        require(count == self.L, "source_ids", f"{count} sources for L = {self.L} mirrors")
-        require(
-            len(set(self.source_ids)) == self.L, "source_ids", "a source has more than one mirror"
-        )
-        for name, choices in (("mode", MODES), ("think_made", THINK_MADE)):
-            value = getattr(self, name)
-            require(value in choices, name, f"{value!r} is not one of {', '.join(choices)}")
-        require(
-            self.mode != "full_copy" or self.source_ids == tuple(range(self.V)),
-            "source_ids",
-            "mode full_copy mirrors every visible id, in order",
-        )
-        bias = self.think_end_bias
-        require(isinstance(bias, (int, float)), "think_end_bias", f"{bias!r} is not a number")
+            if not ids or max(ids) >= self.V:
+                raise ValueError(f"{name}: expected ids in [0, V) with V = {self.V}")
+        if not len(set(self.source_ids)) == len(self.source_ids) == self.L:
+            raise ValueError(f"source_ids: expected L = {self.L} different sources")
+        if self.mode == "full_copy" and self.source_ids != tuple(range(self.V)):
+            raise ValueError("source_ids: mode full_copy mirrors every visible id, in order")
+        return self
 
     @cached_property
     def mirror_of(self) -> dict[int, int]:
@@ -105,32 +86,27 @@ class DualVocab:
     def describe(self, config: PretrainedConfig) -> None:
         """Write it into a model's config, which is saved with the weights. `codec_class` tells the
         engines how to write turns, `added_rows` the trainer which rows are new."""
-        record = asdict(self)
-        if self.mode == "full_copy":
-            del record["source_ids"]  # all ids, in order
-        setattr(config, FIELD, record)
+        # A full copy's sources are all ids, in order: 150,000 numbers that nobody needs.
+        omitted = {"source_ids"} if self.mode == "full_copy" else None
+        setattr(config, FIELD, self.model_dump(mode="json", exclude=omitted))
         config.codec_class = CODEC
         config.added_rows = [self.V, self.V + self.L]
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> DualVocab:
         """The vocabulary that a config describes. Raises ValueError that names the field."""
-        record = getattr(config, FIELD, None)
-        if not isinstance(record, dict):
+        fields = getattr(config, FIELD, None)
+        if fields is None:
             raise ValueError(
                 f"{FIELD}: missing, so this is no dual checkpoint; alar.methods.dual.build makes"
                 " one"
             )
-        values = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in record.items()
-        }
-        if values.get("mode") == "full_copy" and isinstance(values.get("V"), int):
-            values.setdefault("source_ids", tuple(range(values["V"])))
+        if fields.get("mode") == "full_copy":
+            fields = {"source_ids": list(range(fields.get("V", 0))), **fields}
         try:
-            dual = cls(**values)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{FIELD}: {error}; build the checkpoint again") from error
+            dual = cls(**fields)
+        except ValueError as error:
+            raise ValueError(f"{FIELD}: {error}\nBuild the checkpoint again") from error
         if config.vocab_size != dual.V + dual.L:
             raise ValueError(
                 f"vocab_size: {config.vocab_size}, but V + L = {dual.V + dual.L}; build the"
