@@ -1,6 +1,7 @@
 """The in-process engine against decoding one token at a time, over turns, batches, modes and
 hostile text."""
 
+import itertools
 import math
 import random
 
@@ -121,8 +122,9 @@ def prompts(codec, rng, count):
     return [codec.prompt(" ".join(rng.choices(words, k=rng.randint(1, 25)))) for _ in range(count)]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-@pytest.mark.parametrize("num_latent", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("family", "num_latent"), [*itertools.product(("qwen2", "qwen3"), (0, 1, 4)), ("llama", 4)]
+)
 def test_tokens_latents_and_logprobs_equal_slow_decoding(random_model, family, num_latent):
     model, tokenizer = random_model(family, num_latent)
     engine = HFEngine(model, tokenizer)
