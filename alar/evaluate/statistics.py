@@ -24,6 +24,7 @@ from alar.evaluate.intervals import (
     token_reduction,
     wilson,
 )
+from alar.rl.objective import binary_entropy
 
 __all__ = [
     "Estimate",
@@ -53,13 +54,6 @@ def aes(accuracy, base_accuracy, tokens, base_tokens):
     saved = 1 - ratio(tokens, base_tokens)
     gained = ratio(np.subtract(accuracy, base_accuracy), base_accuracy)
     return saved + np.where(gained >= 0, 3 * gained, 5 * gained)[()]
-
-
-def binary_entropy(p):
-    """Entropy in bits of a coin that shows heads with probability p; 0 at p = 0 and p = 1."""
-    p = np.asarray(p, dtype=float)
-    q = 1 - p
-    return -(p * np.log2(np.where(p > 0, p, 1)) + q * np.log2(np.where(q > 0, q, 1)))
 
 
 def summarise(
