@@ -110,8 +110,7 @@ def token_logprobs(
 class ARGRPO:
     """`step()` makes one update; `fit()` all of them, with validation, checkpoints and resume.
 
-    A subclass may override what depends on the vocabulary: `carries_loss`, `batch` and
-    `constrained` (`alar.methods.dual.rl`).
+    A subclass may override what depends on the vocabulary: `carries_loss`, `batch`, `constrained`.
     """
 
     def __init__(

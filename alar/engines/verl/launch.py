@@ -111,7 +111,7 @@ def verl_job(
 
     `environment`: the `domain` and the settings of its environment (`alar.domains.catalogue`).
     `engine`: "hf", the in-process engine, or "vllm". `limits`: `max_turns`, `max_new_tokens` and
-    `batch_size`, as `ARGRPO` takes them. Raises ValueError for a checkpoint with a codec of its own,
+    `batch_size`, as `ARGRPO` takes them. Raises ValueError for a checkpoint with its own codec,
     because verl's log-probs do not know its constraint.
     """
     folder = Path(folder)
