@@ -290,7 +290,7 @@ def test_an_exemplar_that_the_base_was_taught_on_looks_like_a_few_shot_prompt(to
     codec, (one, two) = Codec(tokenizer), itertools.islice(arithmetic.problems("train"), 2)
     for form in FORMS:
         taught = conversations.example(codec, form, "brief", [one, two])
-        said = [conversations.turn_text(form, p.chains["brief"], str(p.answer)) for p in (one, two)]
+        said = [conversations.conversation_turn(form, p.chains["brief"], str(p.answer)) for p in (one, two)]
         prompt = st.few_shot_form(
             FORMS[form], [(Question("", one.question, ()), [said[0]])]
         ).prompt(Question("", two.question, ()))

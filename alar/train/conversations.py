@@ -34,7 +34,7 @@ def conversations(count: int, seed: int) -> Iterator[tuple[str, str, list[Proble
         yield rng.choice(list(FORMS)), style, list(itertools.islice(stream, rng.choice(LENGTHS)))
 
 
-def turn_text(form: str, chain: str, answer: str) -> str:
+def conversation_turn(form: str, chain: str, answer: str) -> str:
     """What the policy writes in one turn, less the end of the turn."""
     if form == "raw":
         return f"{chain}\n{FORMS[form].action('answer', answer)}"
@@ -48,7 +48,7 @@ def example(codec: Codec, form: str, style: str, solved: list[Problem]) -> Examp
     ids, labels = [], []
     for problem in solved:
         prompt = codec.encode(FORMS[form].prompt(Question("", problem.question, ())))
-        turn = codec.untrusted(turn_text(form, problem.chains[style], str(problem.answer)))
+        turn = codec.untrusted(conversation_turn(form, problem.chains[style], str(problem.answer)))
         end, *after = codec.trusted(EXCHANGE_END)
         ids += [*prompt, *turn, end, *after]
         labels += [*[-100] * len(prompt), *turn, end, *[-100] * len(after)]

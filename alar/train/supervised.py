@@ -78,7 +78,7 @@ def merged(model):
     return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
 
 
-class LatentTrainer(Trainer):
+class SupervisedTrainer(Trainer):
     """Trainer with batches of similar shape; the loss is the model's own."""
 
     def __init__(self, *args, config: Supervised, **kwargs):
@@ -159,7 +159,7 @@ def train(
         trained = whole
         if processes > 1:
             trained = sharded_copy(whole, arguments.device, compute_dtype)
-        trainer = LatentTrainer(
+        trainer = SupervisedTrainer(
             trained,
             arguments,
             config=config,
