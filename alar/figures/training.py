@@ -137,8 +137,9 @@ def lengths(
 ) -> tuple[Figure, pd.DataFrame]:
     """Generated tokens and accuracy over the steps of RL under several length rewards.
 
-    `curves` is name → table, such as {"ShorterBetter": path}. Lines are running means over the rollouts, points greedy validation, accuracy with Wilson
-    intervals when `validation_questions`, their number, is given.
+    `curves` is name → table, such as {"ShorterBetter": path}. Lines are running means over the
+    rollouts, points greedy validation; accuracy has Wilson intervals when `validation_questions`,
+    their number, is given.
     """
     figure = new_figure(PAGE, 2.5)
     grid = figure.subplots(1, 2, sharex=True)

@@ -8,7 +8,7 @@ from itertools import groupby
 from IPython.display import HTML
 
 from alar.rollout.codec import Codec
-from alar.train.examples import Example
+from alar.train.examples import NO_LOSS, Example
 
 COLOURS = {"loss": "#CDEBDF", "latent": "#CBE1F2", "context": "white"}
 
@@ -23,11 +23,10 @@ def coloured(example: Example, codec: Codec) -> HTML:
             codec.dual is not None and codec.dual.is_mirror(token)
         ):
             return "latent"
-        return "context" if label == -100 else "loss"
+        return "context" if label == NO_LOSS else "loss"
 
-    spans = [
-        "<span"
-        f" style='background:{COLOURS[name]}'>{html.escape(codec.text([token for token, _ in run]))}</span>"
-        for name, run in groupby(zip(example.ids, example.labels), kind)
-    ]
+    spans = []
+    for name, run in groupby(zip(example.ids, example.labels), kind):
+        text = html.escape(codec.text([token for token, _ in run]))
+        spans.append(f"<span style='background:{COLOURS[name]}'>{text}</span>")
     return HTML(f"<pre style='white-space:pre-wrap'>{''.join(spans)}</pre>")
