@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import pandas as pd
 
+LEVEL = 0.95  # of all intervals
 _CHUNK_CELLS = 2_000_000  # drawn indices held at once: 16 MB
 
 
@@ -49,47 +50,41 @@ class Estimate(NamedTuple):
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def bootstrap_mean(
-    values, *, resamples: int = 10_000, seed: int = 0, level: float = 0.95
-) -> Estimate:
+def bootstrap_mean(values, *, resamples: int = 10_000, seed: int = 0) -> Estimate:
     """Mean of the values with its percentile interval; ValueError when empty or not finite."""
     values = _finite(values, "values")
     draws = resampled_sums(values[:, None], resamples, seed)[:, 0] / len(values)
-    return estimate(values.mean(), draws, level)
+    return estimate(values.mean(), draws)
 
 
-def paired_bootstrap(
-    a, b, *, resamples: int = 10_000, seed: int = 0, level: float = 0.95
-) -> Estimate:
+def paired_bootstrap(a, b, *, resamples: int = 10_000, seed: int = 0) -> Estimate:
     """Mean of a - b, where a[i] and b[i] belong to the same question."""
     a, b = _pair(a, b)
-    return bootstrap_mean(a - b, resamples=resamples, seed=seed, level=level)
+    return bootstrap_mean(a - b, resamples=resamples, seed=seed)
 
 
-def token_reduction(
-    base_tokens, tokens, *, resamples: int = 10_000, seed: int = 0, level: float = 0.95
-) -> Estimate:
+def token_reduction(base_tokens, tokens, *, resamples: int = 10_000, seed: int = 0) -> Estimate:
     """1 - mean(tokens) / mean(base_tokens), paired by question: 0.4 means 40 % fewer tokens."""
     base_tokens, tokens = _pair(base_tokens, tokens)
     both = np.stack([base_tokens, tokens], axis=1)  # (n, 2)
     draws = resampled_sums(both, resamples, seed)  # (resamples, 2)
     value = 1 - ratio(tokens.sum(), base_tokens.sum())
-    return estimate(value, 1 - ratio(draws[:, 1], draws[:, 0]), level)
+    return estimate(value, 1 - ratio(draws[:, 1], draws[:, 0]))
 
 
-def wilson(successes: float, n: float, *, level: float = 0.95) -> Estimate:
+def wilson(successes: float, n: float) -> Estimate:
     """A proportion with Wilson's score interval (1927), which keeps its width at 0 and 1; NaN
     without trials."""
     if n == 0:
         return Estimate(np.nan, np.nan, np.nan)
-    z = NormalDist().inv_cdf(0.5 + level / 2)
+    z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
     p = successes / n
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return Estimate(p, max(0.0, centre - half), min(1.0, centre + half))
 
 
-def running_mean(values, window: int, *, level: float = 0.95) -> Estimate:
+def running_mean(values, window: int) -> Estimate:
     """Centred running mean of a series, with a normal interval for the mean: three series.
 
     Windows shrink at the ends, and NaN values are skipped. The spread within the window holds any
@@ -97,7 +92,7 @@ def running_mean(values, window: int, *, level: float = 0.95) -> Estimate:
     """
     rolling = pd.Series(np.asarray(values, dtype=float)).rolling(window, center=True, min_periods=1)
     mean, count = rolling.mean(), rolling.count()
-    half = NormalDist().inv_cdf(0.5 + level / 2) * rolling.std() / np.sqrt(count)
+    half = NormalDist().inv_cdf(0.5 + LEVEL / 2) * rolling.std() / np.sqrt(count)
     return Estimate(mean, mean - half, mean + half)
 
 
@@ -120,7 +115,7 @@ def resampled_sums(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
     return np.concatenate(sums)
 
 
-def estimate(value: float, draws: np.ndarray, level: float) -> Estimate:
+def estimate(value: float, draws: np.ndarray) -> Estimate:
     """The value with the percentile interval of its draws.
 
     Draws without a defined value (no hard turn among them) are left out.
@@ -128,7 +123,7 @@ def estimate(value: float, draws: np.ndarray, level: float) -> Estimate:
     draws = draws[np.isfinite(draws)]
     if np.isnan(value) or not len(draws):
         return Estimate(float(value), np.nan, np.nan)
-    low, high = np.percentile(draws, [50 * (1 - level), 50 * (1 + level)])
+    low, high = np.percentile(draws, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
     return Estimate(float(value), float(low), float(high))
 
 

@@ -61,7 +61,6 @@ def summarise(
     *,
     resamples: int = 10_000,
     seed: int = 0,
-    level: float = 0.95,
     table: tables.Table = tables.QUESTIONS,
 ) -> pd.DataFrame:
     """One row per system and question type (and "all"): the columns of `tables.SUMMARY`.
@@ -80,8 +79,8 @@ def summarise(
         n = len(next(iter(columns.values())))
         for system in systems:
             row = {"system": system, "question_type": question_type, "n": n}
-            row |= _levels(columns[system].sum(), draws[system], n, level)
-            row |= _differences(columns, draws, system, base, n, level)
+            row |= _levels(columns[system].sum(), draws[system], n)
+            row |= _differences(columns, draws, system, base, n)
             rows.append(row)
     summary = pd.DataFrame(rows)[list(tables.SUMMARY.columns)]
     order = tables.in_order(questions["system"], tables.SYSTEMS)
@@ -97,7 +96,6 @@ def compare_systems(
     *,
     resamples: int = 10_000,
     seed: int = 0,
-    level: float = 0.95,
     table: tables.Table = tables.QUESTIONS,
 ) -> pd.DataFrame:
     """System `a` against system `b` on the same questions, one row per question type and "all".
@@ -113,7 +111,7 @@ def compare_systems(
                 f"table '{table.name}' has no system '{system}'; it has {known}; {table.origin}"
             )
     pair = questions[questions["system"].isin([a, b])]
-    summary = summarise(pair, b, resamples=resamples, seed=seed, level=level, table=table)
+    summary = summarise(pair, b, resamples=resamples, seed=seed, table=table)
     ours = summary[summary["system"] == a].set_index("question_type")
     theirs = summary[summary["system"] == b].set_index("question_type")
     reduction = Estimate.read(ours, "token_reduction")
@@ -139,7 +137,6 @@ def efficiency(
     *,
     resamples: int = 10_000,
     seed: int = 0,
-    level: float = 0.95,
     table: tables.Table = tables.QUESTIONS,
 ) -> pd.DataFrame:
     """`aes` of every system over all questions, with its interval: columns system, aes, aes_low,
@@ -161,14 +158,12 @@ def efficiency(
 
     rows = []
     for system in systems:
-        found = estimate(score(totals, system), score(draws, system), level)
+        found = estimate(score(totals, system), score(draws, system))
         rows.append({"system": system} | found.columns("aes"))
     return pd.DataFrame(rows)
 
 
-def adaptivity(
-    turns: pd.DataFrame, *, resamples: int = 10_000, seed: int = 0, level: float = 0.95
-) -> pd.DataFrame:
+def adaptivity(turns: pd.DataFrame, *, resamples: int = 10_000, seed: int = 0) -> pd.DataFrame:
     """One row per system: does the mode follow the difficulty of the turn? The columns of
     `tables.ADAPTIVITY`.
 
@@ -192,12 +187,12 @@ def adaptivity(
             "hard_turns": int(part["hard"].sum()),
         }
         for name, value in point.items():
-            row |= estimate(value, spread[name], level).columns(name)
+            row |= estimate(value, spread[name]).columns(name)
         rows.append(row)
     return pd.DataFrame(rows)[list(tables.ADAPTIVITY.columns)]
 
 
-def mode_share(turns: pd.DataFrame, *, level: float = 0.95) -> pd.DataFrame:
+def mode_share(turns: pd.DataFrame) -> pd.DataFrame:
     """Latent share per system, question type, turn number and hardness, with Wilson intervals:
     `tables.MODE_SHARE`.
 
@@ -211,7 +206,7 @@ def mode_share(turns: pd.DataFrame, *, level: float = 0.95) -> pd.DataFrame:
         for question_type in tables.in_order(moded["question_type"], tables.QUESTION_TYPES):
             part = moded[(moded["system"] == system) & (moded["question_type"] == question_type)]
             for (turn, hard), group in part.groupby(["turn", "hard"], sort=True):
-                share = wilson((group["mode"] == "latent").sum(), len(group), level=level)
+                share = wilson((group["mode"] == "latent").sum(), len(group))
                 about = {
                     "system": system,
                     "question_type": question_type,
@@ -301,20 +296,20 @@ def _draw_together(
     }
 
 
-def _levels(total: pd.Series, draws: pd.DataFrame, n: int, level: float) -> dict[str, float]:
-    em = estimate(total["correct"] / n, draws["correct"].to_numpy() / n, level)
-    tokens = estimate(total["tokens"] / n, draws["tokens"].to_numpy() / n, level)
+def _levels(total: pd.Series, draws: pd.DataFrame, n: int) -> dict[str, float]:
+    em = estimate(total["correct"] / n, draws["correct"].to_numpy() / n)
+    tokens = estimate(total["tokens"] / n, draws["tokens"].to_numpy() / n)
     share = ratio(total["latent"], total["reasoned"])
     shares = ratio(draws["latent"], draws["reasoned"])
     return {
         **em.columns("em"),
         **tokens.columns("tokens"),
         "turns": total["turns"] / n,
-        **estimate(share, shares, level).columns("latent_share"),
+        **estimate(share, shares).columns("latent_share"),
     }
 
 
-def _differences(columns, draws, system: str, base: str, n: int, level: float) -> dict[str, float]:
+def _differences(columns, draws, system: str, base: str, n: int) -> dict[str, float]:
     if base not in columns:
         unknown = Estimate(np.nan, np.nan, np.nan)
         return unknown.columns("em_difference") | unknown.columns("token_reduction")
@@ -324,8 +319,8 @@ def _differences(columns, draws, system: str, base: str, n: int, level: float) -
     reduction = 1 - ratio(total["tokens"], reference["tokens"])
     reductions = 1 - ratio(draws[system]["tokens"], draws[base]["tokens"])
     return {
-        **estimate(gain, gains, level).columns("em_difference"),
-        **estimate(reduction, reductions, level).columns("token_reduction"),
+        **estimate(gain, gains).columns("em_difference"),
+        **estimate(reduction, reductions).columns("token_reduction"),
     }
 
 

@@ -33,21 +33,19 @@ from alar.figures.style import (
 
 _BLOCK_END = re.compile(r"(?<=</think>)|(?<=</latent>)")
 _HARDNESS = {"easy": (BLUE, "o"), "hard": (VERMILLION, "D")}  # colour, marker
+_MIN_TURNS = 10  # of a point
+_WIDTH = 84  # characters of a line of a turn's text
 _BESIDE = 0.16  # hard and easy turns of the same number stand side by side
 
 
 @styled
 def latent_share(
-    shares: Source,
-    *,
-    systems: tuple[str, ...] = ("warmup", "alar"),
-    min_turns: int = 10,
-    scale: str = MEASURED,
+    shares: Source, *, systems: tuple[str, ...] = ("warmup", "alar"), scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
     """Latent share by question type and turn, one panel per system, hard turns marked.
 
-    `shares` comes from `alar.evaluate.statistics.mode_share`. Positions that fewer than `min_turns`
-    turns reached are left out, unless that would leave nothing.
+    `shares` comes from `alar.evaluate.statistics.mode_share`. Positions that fewer than 10 turns
+    reached are left out, unless that would leave nothing.
     """
     shares = tables.read(shares, tables.MODE_SHARE)
     absent = [name for name in systems if name not in set(shares["system"])]
@@ -58,8 +56,8 @@ def latent_share(
             f" {tables.MODE_SHARE.origin}"
         )
     shown = shares[shares["system"].isin(systems)]
-    if (shown["n"] >= min_turns).any():
-        shown = shown[shown["n"] >= min_turns]
+    if (shown["n"] >= _MIN_TURNS).any():
+        shown = shown[shown["n"] >= _MIN_TURNS]
     types = tables.in_order(shown["question_type"], tables.QUESTION_TYPES)
     places = _places(shown, types)
     figure = new_figure(PAGE, 0.9 + 1.25 * len(systems))
@@ -83,9 +81,7 @@ def latent_share(
 
 
 @styled
-def trajectory_figure(
-    example: Source, *, scale: str = MEASURED, width: int = 84
-) -> tuple[Figure, pd.DataFrame]:
+def trajectory_figure(example: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
     """Tokens per turn on one question, a bar per turn and system, beside what the turn says."""
     example = tables.read(example, tables.EXAMPLE_TURNS)
     questions = list(dict.fromkeys(example["question"]))
@@ -102,7 +98,7 @@ def trajectory_figure(
         axes.barh(place, row.tokens, height=0.72, color=MODE_COLOURS[row.mode])
         label = f"{row.tokens:g}"
         axes.text(row.tokens + 0.02 * longest, place, label, va="center", fontsize=6.3)
-        said = _excerpt(row.text, width)
+        said = _excerpt(row.text)
         small = {"va": "center", "fontsize": 5.8, "linespacing": 1.25, "parse_math": False}
         text.text(0, place, said, **small)
     labels = [f"turn {row.turn}{'  (hard)' if row.hard else ''}" for row in rows.itertuples()]
@@ -181,10 +177,10 @@ def _label_types(axes, types: list[str], places: dict[tuple[str, int], float]) -
     axes.set_xlim(-0.6, max(places.values()) + 0.6)
 
 
-def _excerpt(text: str, width: int) -> str:
+def _excerpt(text: str) -> str:
     """The reasoning block on one line, the action on the next, both shortened to the width."""
     parts = _BLOCK_END.split(str(text), maxsplit=1)
-    lines = [textwrap.shorten(part.strip(), width, placeholder=" …") for part in parts]
+    lines = [textwrap.shorten(part.strip(), _WIDTH, placeholder=" …") for part in parts]
     return "\n".join(line for line in lines if line)
 
 

@@ -286,14 +286,6 @@ def informative_groups(
     return kept
 
 
-def binary_entropy(p):
-    """Entropy in bits of a coin that shows heads with probability p; 0 at p = 0 and p = 1."""
-    p = np.asarray(p, dtype=float)
-    q = 1 - p
-    # Where a factor is 0, the logarithm of 1 stands in for that of 0.
-    return -(p * np.log2(np.where(p > 0, p, 1)) + q * np.log2(np.where(q > 0, q, 1)))
-
-
 def mode_information(p_latent: Float[Tensor, "states"]) -> tuple[float, float, float]:
     """H(M), H(M|X) and I(X;M) = H(M) − H(M|X) in bits, from the exact p(latent | state) of every
     visited state.
@@ -315,6 +307,13 @@ def mode_information(p_latent: Float[Tensor, "states"]) -> tuple[float, float, f
     marginal = float(binary_entropy(p.mean().item()))
     conditional = float(binary_entropy(p.numpy()).mean())
     return marginal, conditional, marginal - conditional
+
+
+def binary_entropy(p):
+    """Entropy in bits of a coin that shows heads with probability p; 0 at p = 0 and p = 1."""
+    p = np.asarray(p, dtype=float)
+    q = 1 - p
+    return -(p * np.log2(np.where(p > 0, p, 1)) + q * np.log2(np.where(q > 0, q, 1)))
 
 
 def _check_mask(mask: Tensor) -> None:

@@ -8,7 +8,7 @@ from itertools import groupby
 from IPython.display import HTML
 
 from alar.rollout.codec import Codec
-from alar.train.examples import NO_LOSS, Example
+from alar.train.examples import Example
 
 COLOURS = {"loss": "#CDEBDF", "latent": "#CBE1F2", "context": "white"}
 
@@ -23,7 +23,7 @@ def coloured(example: Example, codec: Codec) -> HTML:
             codec.dual is not None and codec.dual.is_mirror(token)
         ):
             return "latent"
-        return "context" if label == NO_LOSS else "loss"
+        return "context" if label == -100 else "loss"
 
     spans = []
     for name, run in groupby(zip(example.ids, example.labels), kind):

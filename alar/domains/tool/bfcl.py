@@ -203,7 +203,7 @@ def accuracy_table(
         draws.append(resampled_sums(correct[:, None], resamples, seed + number)[:, 0] / len(part))
     if not rows:
         raise ValueError("no results: a table of accuracies needs at least one question")
-    macro = estimate(float(np.mean(means)), np.mean(draws, axis=0), 0.95)
+    macro = estimate(float(np.mean(means)), np.mean(draws, axis=0))
     rows.append({"category": "macro", "questions": len(results)} | macro.columns("accuracy"))
     return pd.DataFrame(rows)
 
