@@ -41,8 +41,9 @@ from alar.rollout.codec import Codec
 from alar.rollout.engine import Sampling, TurnRequest, TurnWriter
 from alar.rollout.hf import HFEngine
 from alar.rollout.loop import run
+from alar.study.params.methods import DualVocabulary
 from alar.train.examples import Example
-from alar.train.supervised import SupervisedConfig, train, trainable_model
+from alar.train.supervised import mark_trainable, train
 
 LN2 = math.log(2)
 
@@ -546,7 +547,7 @@ def test_training_rows_moves_mirrors_and_no_visible_row(dual_of, traces, tied, t
         {name: p.detach().clone() for name, p in model.state_dict().items()},
     )
     losses = []
-    config = SupervisedConfig(
+    config = DualVocabulary(
         learning_rate=1e-2,
         epochs=3,
         batch_size=4,
@@ -579,7 +580,9 @@ def test_lora_on_attention_is_standard_training_by_construction(base, dual_of, t
     dual, curves, trained = DualVocab.of(model.config), {}, {}
     # SGD-like steps would agree to rounding; Adam magnifies it where a gradient is near zero, so
     # the curves are compared
-    config = SupervisedConfig(learning_rate=1e-3, epochs=3, batch_size=4, lora_rank=4)
+    config = DualVocabulary(
+        learning_rate=1e-3, epochs=3.0, batch_size=4, trainable="lora", lora_rank=4
+    )
     standard = read_base(base())
     plains = [plain(e, dual) for e in examples]
     for name, start, data in (("standard", standard, plains), ("dual", model, examples)):
@@ -596,7 +599,7 @@ def test_lora_on_attention_is_standard_training_by_construction(base, dual_of, t
 
 def test_rows_need_added_tokens(base):
     with pytest.raises(ValueError, match="added_rows"):
-        trainable_model(read_base(base()), "rows", lora_rank=4, lora_alpha=8)
+        mark_trainable(read_base(base()), "rows", lora_rank=4, lora_alpha=8)
 
 
 def trainer_of(model, tokenizer, folder, **settings) -> DualARGRPO:
@@ -608,6 +611,8 @@ def trainer_of(model, tokenizer, folder, **settings) -> DualARGRPO:
         credit="trajectory",
         gradient_accumulation=2,
         validation_every=0,
+        length_tolerance=400.0,
+        kl_coefficient=1e-3,
         **settings,
     )
     asked = validation_questions(4)

@@ -29,7 +29,7 @@ from alar.rollout.hf import HFEngine, policy_logits
 from alar.rollout.loop import ModePlan, run
 from alar.rollout.modes import latent_probabilities
 from alar.train.resume import load_state, save_state
-from alar.train.supervised import merged, trainable_model
+from alar.train.supervised import mark_trainable, merged
 
 
 @dataclass
@@ -141,7 +141,7 @@ class ARGRPO:
         self.batch_size = batch_size
         torch.manual_seed(strategy.sampler.seed)  # for the first values of adapters
         self.reference = copy.deepcopy(model).eval().requires_grad_(False)
-        self.model = trainable_model(
+        self.model = mark_trainable(
             model,
             config.trainable,
             lora_rank=config.lora_rank,

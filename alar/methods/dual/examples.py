@@ -14,7 +14,7 @@ from dataclasses import replace
 from alar.methods.dual.vocabulary import DualVocab, NoMirror
 from alar.records import Origin, Trajectory
 from alar.rollout.codec import Codec
-from alar.train.examples import Example, labels_from_origins, usable
+from alar.train.examples import Example, labels_from_origins, successful
 
 
 def thought_of(trajectory: Trajectory, turn: int, codec: Codec) -> str:
@@ -27,7 +27,7 @@ def thoughts(trajectories: Sequence[Trajectory], codec: Codec) -> list[str]:
     """All chains of thought of the traces that can be learnt from: a subset vocabulary is made of
     them."""
     found = []
-    for trajectory in usable(trajectories):
+    for trajectory in successful(trajectories):
         found += [thought_of(trajectory, turn, codec) for turn in range(len(trajectory.turns))]
     return found
 
@@ -66,7 +66,7 @@ def dual_examples(
     if missing not in ("error", "skip"):
         raise ValueError(f"missing {missing!r}: expected error or skip")
     examples = []
-    for trajectory in usable(trajectories):
+    for trajectory in successful(trajectories):
         try:
             example = encoded_anew(trajectory, codec)
         except NoMirror as problem:
