@@ -8,6 +8,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from alar.domains.tool.protocol import TOOL
 from alar.domains.tool.requests import Request
@@ -15,7 +16,7 @@ from alar.engines.endpoint import Endpoint, EndpointEngine, EndpointError
 from alar.engines.serve import Server
 from alar.engines.tool_chat import tool_chat
 from alar.engines.vllm.checks import INSTALL, TESTED_VLLM, vllm_version
-from alar.model import save
+from alar.model import from_base, save
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Sampling, TurnRequest
 from alar.rollout.hf import policy_logits
@@ -31,11 +32,32 @@ TOKENS = 16
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory, random_model):
-    """(folder, model, codec) of a random latent model."""
-    model, tokenizer = random_model()
-    folder = save(model, tokenizer, tmp_path_factory.mktemp("served") / "latent")
-    return folder, model, Codec.of(model, tokenizer)
+def checkpoint(tmp_path_factory, tokenizer):
+    """(folder, model, codec) of a random latent model, with heads of 32 as vLLM on a CPU wants."""
+    folder = tmp_path_factory.mktemp("served")
+    torch.manual_seed(1)
+    base = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer) + 16,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            max_position_embeddings=1024,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    for parameter in base.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.1)
+    base.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    model, extended = from_base(folder / "base", num_latent=4, seed=3)
+    save(model, extended, folder / "latent")
+    return folder / "latent", model, Codec.of(model, extended)
 
 
 def server(folder, installed_path, *more, **environment):
