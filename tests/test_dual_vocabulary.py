@@ -28,7 +28,7 @@ from alar.domains.search.questions import validation_questions
 from alar.engines.choice import opened_engine
 from alar.engines.vllm.turns import TurnOptions, engine_codec, open_turn
 from alar.methods.dual.__main__ import main
-from alar.methods.dual.build import build, clone_source, most_used, verify
+from alar.methods.dual.build import build_dual, clone_source, most_used, verify
 from alar.methods.dual.constraint import PhaseConstraint, control_ids
 from alar.methods.dual.examples import dual_examples, encoded_anew, thoughts
 from alar.methods.dual.identity import label_losses
@@ -115,7 +115,7 @@ def dual_of(root, base):
     @lru_cache
     def make(tied=True, tags=False, bias=0.0):
         folder = root / f"dual-{tied}-{tags}-{bias}"
-        build(base(tied, tags), folder, think_missing="literal", think_end_bias=bias)
+        build_dual(base(tied, tags), folder, think_missing="literal", think_end_bias=bias)
         return folder
 
     return make
@@ -206,7 +206,7 @@ def test_new_tags_are_cloned_from_the_end_of_turn_token(tmp_path, special, eos, 
         LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=False, **sizes)
     )
     model.save_pretrained(tmp_path / "base")
-    dual = build(tmp_path / "base", tmp_path / "dual", think_missing="clone_eos")
+    dual = build_dual(tmp_path / "base", tmp_path / "dual", think_missing="clone_eos")
     assert (dual.think_made, dual.cloned_from, dual.V, dual.L) == (
         "clone_eos",
         source,
@@ -224,8 +224,8 @@ def test_new_tags_are_cloned_from_the_end_of_turn_token(tmp_path, special, eos, 
 
 def test_missing_tags_are_an_error_or_added_to_spare_rows(base, tmp_path):
     with pytest.raises(ValueError, match="<think> and </think>: no single token.*clone_eos"):
-        build(base(), tmp_path / "x")
-    dual = build(base(), tmp_path / "added", think_missing="add")
+        build_dual(base(), tmp_path / "x")
+    dual = build_dual(base(), tmp_path / "added", think_missing="add")
     assert dual.V == read_base(base()).config.vocab_size  # the tags took spare rows
     assert [len(dual.think_start_ids), len(dual.think_end_ids)] == [1, 1]
     rows = read_base(tmp_path / "added").model.embed_tokens.weight[
@@ -366,7 +366,9 @@ def test_a_subset_decodes_through_its_sources_and_says_what_it_lacks(
     base, traces, tokenizer, tmp_path
 ):
     texts = thoughts(traces[:2], Codec(tokenizer))
-    dual = build(base(), tmp_path / "subset", mode="subset", texts=texts, think_missing="literal")
+    dual = build_dual(
+        base(), tmp_path / "subset", mode="subset", texts=texts, think_missing="literal"
+    )
     assert dual.L == len({i for text in texts for i in tokenizer.encode(text)}) < dual.V
     verify(tmp_path / "subset", untrained=True)
     codec = Codec.of(*load(tmp_path / "subset"))
@@ -377,12 +379,12 @@ def test_a_subset_decodes_through_its_sources_and_says_what_it_lacks(
         dual_examples(traces, codec)
     assert len(dual_examples(traces, codec, missing="skip")) == 2
     assert len(most_used(texts, tokenizer, size=3)) == 3
-    custom = build(
+    custom = build_dual(
         base(), tmp_path / "custom", mode="custom", source_ids=[300, 299], think_missing="literal"
     )
     assert custom.to_source([custom.V, custom.V + 1, 5]) == [300, 299, 5]
     with pytest.raises(ValueError, match="subset goes with texts"):
-        build(base(), tmp_path / "x", mode="subset", think_missing="literal")
+        build_dual(base(), tmp_path / "x", mode="subset", think_missing="literal")
 
 
 # ---- the identity

@@ -11,7 +11,7 @@ from alar import protocol
 from alar.domains.search.environment import SearchEnvironment
 from alar.domains.search.questions import training_questions, validation_questions
 from alar.domains.tool.protocol import TOOL
-from alar.methods.dual.build import build
+from alar.methods.dual.build import build_dual
 from alar.methods.logprob import (
     INVALID,
     OPEN,
@@ -138,7 +138,7 @@ def test_answers_of_a_dual_vocabulary_have_the_probabilities_of_its_base(random_
     """Right for an untrained full copy only where mirrors have no probability: with them every
     answer token loses ln 2."""
     base = random_model()[0].config._name_or_path
-    build(base, tmp_path, think_missing="literal")
+    build_dual(base, tmp_path, think_missing="literal")
     ordinary, dual = LogProbScorer(*load_base(base)), LogProbScorer(*load(tmp_path))
     for modes in (("think",), ("think", "think")):
         mirrored = recorded(dual.codec, modes)

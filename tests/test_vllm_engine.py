@@ -35,7 +35,7 @@ from alar.domains.search.questions import validation_questions
 from alar.domains.tool import questions as tool_questions
 from alar.domains.tool.environment import ToolEnvironment
 from alar.engines.vllm.checks import INSTALL, TESTED_VLLM, vllm_version
-from alar.methods.dual.build import build
+from alar.methods.dual.build import build_dual
 from alar.model import embedded, from_base, load, load_base, save
 from alar.records import Origin
 from alar.rollout.codec import Codec
@@ -483,7 +483,7 @@ def test_sampled_turns_are_those_of_the_in_process_engine(bench, checkpoint):
 
 def test_a_dual_vocabulary_is_constrained_as_in_the_in_process_engine(bench, checkpoint, tmp_path):
     base = checkpoint("qwen2", 4)[0].parent / "base"
-    dual = build(base, tmp_path / "dual", think_missing="literal", think_end_bias=2.0)
+    dual = build_dual(base, tmp_path / "dual", think_missing="literal", think_end_bias=2.0)
     model, tokenizer = load(tmp_path / "dual")
     inside = HFEngine(model, tokenizer)
     bench.start(tmp_path / "dual")

@@ -62,7 +62,7 @@ def most_used(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, size: in
     return sorted(token for token, _ in counts.most_common(size or None))
 
 
-def build(
+def build_dual(
     base: str | Path,
     folder: str | Path,
     *,
