@@ -183,11 +183,12 @@ class VLLMEngine(Engine):
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            # The forcing draws with it, as `HFEngine` does.
             seed=request.seed if sampling.temperature > 0 else None,
             max_tokens=max(1, sampling.max_new_tokens - written),
-            ignore_eos=True,
+            ignore_eos=True,  # EOS ends a turn as a stop token, so it is part of the answer
             stop_token_ids=[self.codec.tokenizer.eos_token_id],
-            detokenize=False,
+            detokenize=False,  # the codec reads the ids
             extra_args=extra,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )

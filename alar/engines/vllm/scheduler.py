@@ -62,6 +62,7 @@ class LatentScheduling:
         count = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         latent = self.codec.latent_token_id
         if count > 1 and latent is not None:
+            # Behind the chunk's first token, which may be a latent position itself.
             following = request.all_token_ids[num_computed_tokens + 1 : num_computed_tokens + count]
             if latent in following:
                 count = 1 + following.index(latent)

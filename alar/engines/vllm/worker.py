@@ -64,6 +64,7 @@ class LatentWorker:
 
         model = self.get_model()
         loaded = model.load_weights(weights())
+        # On a CPU this packs matrices again, see `LatentModel._unpack`.
         process_weights_after_loading(model, self.vllm_config.model_config, self.device)
         return len(loaded)
 

@@ -70,6 +70,7 @@ def engine_throughput(
     waiting = deque(TurnRequest(session, ids, []) for session, ids in enumerate(prompts))
     tokens, under_way, began = 0, 0, time.perf_counter()
     while waiting or engine.busy:
+        # A new turn enters as soon as one has ended.
         entering = [waiting.popleft() for _ in range(min(len(waiting), concurrent - under_way))]
         engine.submit(entering, sampling)
         ended = engine.step()
@@ -99,7 +100,7 @@ def server_throughput(
         with ThreadPoolExecutor(concurrent) as clients:
             began = time.perf_counter()
             tokens = sum(clients.map(tokens_of, prompts))
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - began  # without starting and stopping the clients
     return _row(concurrent, len(prompts), tokens, seconds)
 
 
