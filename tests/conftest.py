@@ -94,34 +94,42 @@ def random_model(tmp_path_factory, tokenizer):
     z and greedy choices, differ from token to token.
     """
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
 
     from alar.model import from_base
 
-    bases = {}
+    classes = {
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }
+    bases = {}  # family → folder
 
     def make(family="qwen2", num_latent=4, **options):
         if family not in bases:
-            config_class, model_class = {
-                "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-                "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-            }[family]
-            sizes = dict(
-                hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+            config_class, model_class = classes[family]
+            config = config_class(
+                vocab_size=len(tokenizer) + 16,
+                hidden_size=64,
+                intermediate_size=96,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=32,
+                tie_word_embeddings=True,
+                max_position_embeddings=2048,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
             )
             torch.manual_seed(1)
-            base = model_class(
-                config_class(
-                    vocab_size=len(tokenizer) + 16,
-                    num_key_value_heads=2,
-                    head_dim=32,
-                    tie_word_embeddings=True,
-                    max_position_embeddings=2048,
-                    eos_token_id=tokenizer.eos_token_id,
-                    pad_token_id=tokenizer.pad_token_id,
-                    **sizes,
-                )
-            )
+            base = model_class(config)
             for parameter in base.parameters():
                 if parameter.ndim == 2:
                     torch.nn.init.normal_(parameter, std=0.1)

@@ -1,4 +1,4 @@
-"""Token ids and text: tags keep their pieces, and text from outside never becomes a special token."""
+"""Token ids and text: tags keep their pieces; text from outside is never a special token."""
 
 from copy import deepcopy
 
@@ -53,7 +53,7 @@ def test_a_tokenizer_whose_pieces_are_no_bytes_is_refused():
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="<unk>", name_or_path="phi"
     )
-    with pytest.raises(ValueError, match="phi: the piece '▁Peru' holds '▁', which is no byte"):
+    with pytest.raises(ValueError, match="phi: the piece '▁Peru' .*byte"):
         Codec(tokenizer).text([1])
 
 

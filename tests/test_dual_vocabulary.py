@@ -6,12 +6,14 @@ import json
 import math
 import shutil
 from functools import lru_cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AddedToken,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -24,23 +26,24 @@ from transformers import (
 from alar.domains.search.environment import SearchEnvironment
 from alar.domains.search.questions import validation_questions
 from alar.engines.choice import opened_engine
-from alar.engines.vllm.turns import TurnOptions, _codec, open_turn
+from alar.engines.vllm.turns import TurnOptions, engine_codec, open_turn
 from alar.methods.dual.__main__ import main
-from alar.methods.dual.build import build, clone_source, most_used, verify
+from alar.methods.dual.build import build_dual, clone_source, most_used, verify
 from alar.methods.dual.constraint import PhaseConstraint, control_ids
-from alar.methods.dual.examples import dual_examples, rewrite, thoughts
+from alar.methods.dual.examples import dual_examples, encoded_anew, thoughts
 from alar.methods.dual.identity import label_losses
-from alar.methods.dual.vocabulary import META, DualVocab, NoMirror
+from alar.methods.dual.rl import DualARGRPO, DualRLConfig
+from alar.methods.dual.vocabulary import DualVocab, NoMirror
 from alar.model import load
 from alar.records import Origin, Question
-from alar.rl.config import RLConfig
-from alar.rl.trainer import ARGRPO, make_batch, token_logprobs
+from alar.rl.strategy import ar_grpo
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Sampling, TurnRequest, TurnWriter
 from alar.rollout.hf import HFEngine
 from alar.rollout.loop import run
+from alar.study.params.methods import DualVocabulary
 from alar.train.examples import Example
-from alar.train.supervised import SupervisedConfig, train, trainable_model
+from alar.train.supervised import mark_trainable, train
 
 LN2 = math.log(2)
 
@@ -112,7 +115,7 @@ def dual_of(root, base):
     @lru_cache
     def make(tied=True, tags=False, bias=0.0):
         folder = root / f"dual-{tied}-{tags}-{bias}"
-        build(base(tied, tags), folder, think_missing="literal", think_end_bias=bias)
+        build_dual(base(tied, tags), folder, think_missing="literal", think_end_bias=bias)
         return folder
 
     return make
@@ -203,7 +206,7 @@ def test_new_tags_are_cloned_from_the_end_of_turn_token(tmp_path, special, eos, 
         LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=False, **sizes)
     )
     model.save_pretrained(tmp_path / "base")
-    dual = build(tmp_path / "base", tmp_path / "dual", think_missing="clone_eos")
+    dual = build_dual(tmp_path / "base", tmp_path / "dual", think_missing="clone_eos")
     assert (dual.think_made, dual.cloned_from, dual.V, dual.L) == (
         "clone_eos",
         source,
@@ -221,8 +224,8 @@ def test_new_tags_are_cloned_from_the_end_of_turn_token(tmp_path, special, eos, 
 
 def test_missing_tags_are_an_error_or_added_to_spare_rows(base, tmp_path):
     with pytest.raises(ValueError, match="<think> and </think>: no single token.*clone_eos"):
-        build(base(), tmp_path / "x")
-    dual = build(base(), tmp_path / "added", think_missing="add")
+        build_dual(base(), tmp_path / "x")
+    dual = build_dual(base(), tmp_path / "added", think_missing="add")
     assert dual.V == read_base(base()).config.vocab_size  # the tags took spare rows
     assert [len(dual.think_start_ids), len(dual.think_end_ids)] == [1, 1]
     rows = read_base(tmp_path / "added").model.embed_tokens.weight[
@@ -246,47 +249,37 @@ def test_a_base_with_tags_is_taken_as_it_is_and_the_folder_is_an_ordinary_checkp
         assert len(AutoTokenizer.from_pretrained(folder)) <= dual.V
 
 
-def test_verification_names_file_and_field(dual_of, tmp_path):
-    def broken(change, *, name=META):
-        folder = tmp_path / "broken"
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(dual_of(), folder)
-        record = json.loads((folder / name).read_text())
-        change(record)
-        (folder / name).write_text(json.dumps(record))
-        with pytest.raises(ValueError) as error:
-            verify(folder, untrained=True)
-        return str(error.value)
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda config: config["dual_vocabulary"].pop("L"), r"dual_vocabulary.*\bL\b"),
+        (lambda config: config["dual_vocabulary"].update(vocab=1), r"dual_vocabulary.*\bvocab\b"),
+        (lambda config: config["dual_vocabulary"].update(source_ids=[10**6]), "source_ids"),
+        (lambda config: config["dual_vocabulary"].update(think_made="somehow"), "think_made"),
+        (lambda config: config["dual_vocabulary"].update(think_end_ids=[5]), "think_end_ids.*</th"),
+        (lambda config: config.update(vocab_size=7), "vocab_size"),
+        (lambda config: config.pop("dual_vocabulary"), "no dual checkpoint"),
+    ],
+)
+def test_verification_names_file_and_field(dual_of, tmp_path, change, named):
+    folder = shutil.copytree(dual_of(), tmp_path / "broken")
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"(?s)config.json: .*{named}"):
+        verify(folder, untrained=True)
 
-    assert "dual_vocab_meta.json: L: missing" in broken(lambda r: r.pop("L"))
-    assert "dual_vocab_meta.json: vocab: unknown field" in broken(lambda r: r.update(vocab=1))
-    assert "dual_vocab_meta.json: source_ids: expected ids in [0, V)" in broken(
-        lambda r: r["source_ids"].__setitem__(0, 10**6)
-    )
-    assert "dual_vocab_meta.json: mode: 'copy' is not one of" in broken(
-        lambda r: r.update(mode="copy")
-    )
-    assert "dual_vocab_meta.json: think_end_ids: (5,), but the tokenizer" in broken(
-        lambda r: r.update(think_end_ids=[5])
-    )
-    assert "config.json: vocab_size is 7, but" in broken(
-        lambda r: r.update(vocab_size=7), name="config.json"
-    )
 
-    def swap(record):
-        record["mode"], ids = "custom", record["source_ids"]
-        ids[300], ids[301] = ids[301], ids[300]
-
-    message = broken(swap)
-    assert (
-        "model.safetensors: model.embed_tokens.weight: 2 mirrors differ from their sources"
-        in message
-    )
-    (tmp_path / "broken" / META).write_text("{")
-    with pytest.raises(ValueError, match="dual_vocab_meta.json: not JSON"):
-        DualVocab.read(tmp_path / "broken")
-    with pytest.raises(FileNotFoundError, match="is no dual checkpoint"):
-        verify(tmp_path)
+def test_verification_finds_mirrors_that_differ(dual_of, tmp_path):
+    folder = shutil.copytree(dual_of(), tmp_path / "broken")
+    config = json.loads((folder / "config.json").read_text())
+    sources = list(range(config["dual_vocabulary"]["V"]))
+    sources[300], sources[301] = 301, 300
+    config["dual_vocabulary"].update(mode="custom", source_ids=sources)
+    (folder / "config.json").write_text(json.dumps(config))
+    verify(folder)
+    with pytest.raises(ValueError, match="model.embed_tokens.weight: 2 mirrors"):
+        verify(folder, untrained=True)
 
 
 def test_the_command_line_builds_and_verifies(base, tmp_path, capsys):
@@ -336,8 +329,8 @@ def test_the_command_line_builds_and_verifies(base, tmp_path, capsys):
 @pytest.mark.parametrize("tags", [False, True])
 def test_thoughts_become_mirrors_and_nothing_else_does(dual_of, traces, tags):
     model, tokenizer = load(dual_of(True, tags))
-    codec, dual = Codec.of(model, tokenizer), model.dual_vocab
-    example = rewrite(traces[0], codec)
+    codec, dual = Codec.of(model, tokenizer), DualVocab.of(model.config)
+    example = encoded_anew(traces[0], codec)
     text, trace = codec.text(example.ids), Codec(tokenizer).text(traces[0].ids)
     assert text == trace  # mirrors are shown as the text of their sources
     inside = [token for token in example.ids if dual.is_mirror(token)]
@@ -353,7 +346,7 @@ def test_thoughts_become_mirrors_and_nothing_else_does(dual_of, traces, tags):
 
 def test_latent_only_keeps_the_loss_at_positions_that_predict_a_mirror(dual_of, traces):
     model, tokenizer = load(dual_of())
-    codec, dual = Codec.of(model, tokenizer), model.dual_vocab
+    codec, dual = Codec.of(model, tokenizer), DualVocab.of(model.config)
     (example,) = dual_examples(traces[:1], codec, only_latent=True)
     kept = [place for place, label in enumerate(example.labels) if label != -100]
     assert kept == [place for place, token in enumerate(example.ids) if dual.is_mirror(token)]
@@ -373,7 +366,9 @@ def test_a_subset_decodes_through_its_sources_and_says_what_it_lacks(
     base, traces, tokenizer, tmp_path
 ):
     texts = thoughts(traces[:2], Codec(tokenizer))
-    dual = build(base(), tmp_path / "subset", mode="subset", texts=texts, think_missing="literal")
+    dual = build_dual(
+        base(), tmp_path / "subset", mode="subset", texts=texts, think_missing="literal"
+    )
     assert dual.L == len({i for text in texts for i in tokenizer.encode(text)}) < dual.V
     verify(tmp_path / "subset", untrained=True)
     codec = Codec.of(*load(tmp_path / "subset"))
@@ -384,12 +379,12 @@ def test_a_subset_decodes_through_its_sources_and_says_what_it_lacks(
         dual_examples(traces, codec)
     assert len(dual_examples(traces, codec, missing="skip")) == 2
     assert len(most_used(texts, tokenizer, size=3)) == 3
-    custom = build(
+    custom = build_dual(
         base(), tmp_path / "custom", mode="custom", source_ids=[300, 299], think_missing="literal"
     )
     assert custom.to_source([custom.V, custom.V + 1, 5]) == [300, 299, 5]
     with pytest.raises(ValueError, match="subset goes with texts"):
-        build(base(), tmp_path / "x", mode="subset", think_missing="literal")
+        build_dual(base(), tmp_path / "x", mode="subset", think_missing="literal")
 
 
 # ---- the identity
@@ -401,7 +396,7 @@ def test_remapped_cross_entropy_is_the_standard_one_plus_ln_2(base, dual_of, tra
     examples = dual_examples(traces, Codec.of(model, tokenizer))
     remapped = label_losses(model, examples, 0)
     standard = label_losses(
-        read_base(base(tied)), [plain(e, model.dual_vocab) for e in examples], 0
+        read_base(base(tied)), [plain(e, DualVocab.of(model.config)) for e in examples], 0
     )
     assert len(remapped) == sum(label != -100 for e in examples for label in e.labels)
     assert (remapped.double() - standard.double() - LN2).abs().max() <= 1e-5
@@ -422,7 +417,7 @@ def test_constrained_greedy_is_standard_greedy(base, dual_of, tied, tags):
     tokenizer = AutoTokenizer.from_pretrained(base(tied, tags))
     standard = HFEngine(read_base(base(tied, tags)), tokenizer)
     model, _ = load(dual_of(tied, tags))
-    dual, engine = model.dual_vocab, HFEngine(model, tokenizer)
+    dual, engine = DualVocab.of(model.config), HFEngine(model, tokenizer)
     requests = requests_of(engine.codec, 12)
     closed = compared = 0
     for one, other in zip(
@@ -472,7 +467,7 @@ def allowed_slowly(tokenizer, texts, dual, written):
 @pytest.mark.parametrize("tags", [False, True])
 def test_every_phase_allows_what_a_slow_reading_of_the_text_allows(dual_of, tags):
     model, tokenizer = load(dual_of(True, tags, 5.0))
-    codec, dual = Codec.of(model, tokenizer), model.dual_vocab
+    codec, dual = Codec.of(model, tokenizer), DualVocab.of(model.config)
     constraint = PhaseConstraint(tokenizer, dual)
     spelled = " a </search> b" + ("" if tags else "</think> c")  # in mirrors a tag closes nothing
     thought = dual.to_mirrors(tokenizer.encode(spelled))
@@ -483,7 +478,7 @@ def test_every_phase_allows_what_a_slow_reading_of_the_text_allows(dual_of, tags
     )
     texts = [tokenizer.decode([i]) for i in range(len(tokenizer))]
     for place, token in enumerate(turn):
-        row = constraint(torch.zeros(1, dual.V + dual.L), [writer.phase])[0]
+        row = constraint(torch.zeros(1, dual.V + dual.L), [writer.phase.row])[0]
         assert set(row.isfinite().nonzero()[:, 0].tolist()) == allowed_slowly(
             tokenizer, texts, dual, turn[:place]
         )
@@ -491,7 +486,7 @@ def test_every_phase_allows_what_a_slow_reading_of_the_text_allows(dual_of, tags
             len(codec.separator + codec.think_open) <= place <= turn.index(dual.think_end_ids[0])
         )
         assert row[dual.think_end_ids[0]] == (
-            5.0 if inside else 0.0 if writer.phase == 0 else float("-inf")
+            5.0 if inside else 0.0 if writer.phase.row == 0 else float("-inf")
         )
         assert row[token].isfinite() and not writer.done
         writer.push(token, 0.0)
@@ -501,12 +496,12 @@ def test_a_context_that_ends_in_the_open_tag_is_thinking(dual_of):
     codec = Codec.of(*load(dual_of()))
     for ending, row in (("<think>", 1), ("<think>\n", 1), ("think", 0), ("<think>a", 0)):
         request = TurnRequest(0, codec.trusted(f"<|im_start|>assistant\n{ending}"), [])
-        assert TurnWriter(codec, request, Sampling()).phase == row
+        assert TurnWriter(codec, request, Sampling()).phase.row == row
 
 
 def test_mirrors_of_control_tokens_are_never_sampled(dual_of):
     model, tokenizer = load(dual_of())
-    dual = model.dual_vocab
+    dual = DualVocab.of(model.config)
     banned = {dual.mirror_of[i] for i in control_ids(tokenizer, dual)}
     assert {
         dual.mirror_of[i] for i in (0, 1, 2, dual.V - 1)
@@ -531,11 +526,14 @@ def test_a_dual_folder_is_decoded_under_its_constraint_without_being_asked(base,
         )
         assert engine.codec.dual.is_mirror(output.ids[4]), engine.codec.text(output.ids)
     with opened_engine(base()) as engine:
-        assert engine.codec.dual is None and engine.constraint is None
-    codec = _codec(str(dual_of()), None, 0, None, str(dual_of()))  # what vLLM's parts read
+        assert type(engine.codec) is Codec and engine.constraint is None
+    folder = str(dual_of())
+    config = AutoConfig.from_pretrained(folder)
+    engine_model = SimpleNamespace(tokenizer=folder, tokenizer_revision=None, hf_config=config)
+    codec = engine_codec(SimpleNamespace(model_config=engine_model))  # what vLLM's parts read
     assert codec.dual == DualVocab.read(dual_of())
     writer = open_turn(codec, TurnOptions(), codec.prompt("x"))
-    assert writer is not None and writer.phase == 0
+    assert writer is not None and writer.phase.row == 0
 
 
 # ---- training
@@ -547,11 +545,11 @@ def test_a_dual_folder_is_decoded_under_its_constraint_without_being_asked(base,
 def test_training_rows_moves_mirrors_and_no_visible_row(dual_of, traces, tied, trainable):
     model, tokenizer = load(dual_of(tied))
     dual, before = (
-        model.dual_vocab,
+        DualVocab.of(model.config),
         {name: p.detach().clone() for name, p in model.state_dict().items()},
     )
     losses = []
-    config = SupervisedConfig(
+    config = DualVocabulary(
         learning_rate=1e-2,
         epochs=3,
         batch_size=4,
@@ -562,7 +560,7 @@ def test_training_rows_moves_mirrors_and_no_visible_row(dual_of, traces, tied, t
     trained = train(
         model, dual_examples(traces, Codec.of(model, tokenizer)), 0, config, log=losses.append
     )
-    assert losses[-1]["loss"] < losses[0]["loss"] and trained.dual_vocab == dual
+    assert losses[-1]["loss"] < losses[0]["loss"] and DualVocab.of(trained.config) == dual
     after = trained.state_dict()
     assert after.keys() == before.keys()
     moved = {name for name in after if not torch.equal(after[name], before[name])}
@@ -581,10 +579,12 @@ def test_training_rows_moves_mirrors_and_no_visible_row(dual_of, traces, tied, t
 def test_lora_on_attention_is_standard_training_by_construction(base, dual_of, traces):
     model, tokenizer = load(dual_of())
     examples = dual_examples(traces, Codec.of(model, tokenizer))
-    dual, curves, trained = model.dual_vocab, {}, {}
+    dual, curves, trained = DualVocab.of(model.config), {}, {}
     # SGD-like steps would agree to rounding; Adam magnifies it where a gradient is near zero, so
     # the curves are compared
-    config = SupervisedConfig(learning_rate=1e-3, epochs=3, batch_size=4, lora_rank=4)
+    config = DualVocabulary(
+        learning_rate=1e-3, epochs=3.0, batch_size=4, trainable="lora", lora_rank=4
+    )
     standard = read_base(base())
     plains = [plain(e, dual) for e in examples]
     for name, start, data in (("standard", standard, plains), ("dual", model, examples)):
@@ -599,24 +599,46 @@ def test_lora_on_attention_is_standard_training_by_construction(base, dual_of, t
     assert (difference - LN2).abs().max() <= 1e-3
 
 
-def test_rows_need_a_dual_vocabulary(base):
-    with pytest.raises(ValueError, match="no dual vocabulary"):
-        trainable_model(read_base(base()), "rows", lora_rank=4, lora_alpha=8)
+def test_rows_need_added_tokens(base):
+    with pytest.raises(ValueError, match="added_rows"):
+        mark_trainable(read_base(base()), "rows", lora_rank=4, lora_alpha=8)
+
+
+def trainer_of(model, tokenizer, folder, **settings) -> DualARGRPO:
+    config = DualRLConfig(
+        steps=1,
+        prompts_per_step=2,
+        group_size=2,
+        explore_fraction=0.0,
+        credit="trajectory",
+        gradient_accumulation=2,
+        validation_every=0,
+        length_tolerance=400.0,
+        kl_coefficient=1e-3,
+        **settings,
+    )
+    asked = validation_questions(4)
+    return DualARGRPO(
+        model,
+        tokenizer,
+        SearchEnvironment(topk=1),
+        asked,
+        asked,
+        config,
+        ar_grpo(config),
+        folder=folder,
+        max_turns=2,
+        max_new_tokens=16,
+    )
 
 
 def test_rl_on_mirrors_alone_leaves_the_visible_tokens_without_loss(dual_of, tmp_path):
     model, tokenizer = load(dual_of(True, True, 5.0))
-    dual, asked = model.dual_vocab, validation_questions(4)
-    config = RLConfig(
-        steps=1, prompts_per_step=2, group_size=2, explore_fraction=0.0, credit="trajectory", gradient_accumulation=2,
-        trainable="lora+rows", max_turns=2, max_new_tokens=16, validation_every=0, latent_only=True,
-    )  # fmt: skip
-    trainer = ARGRPO(
-        model, tokenizer, SearchEnvironment(topk=1), asked, asked, config, folder=tmp_path
-    )
+    dual = DualVocab.of(model.config)
+    trainer = trainer_of(model, tokenizer, tmp_path, trainable="lora+rows", latent_only=True)
     sampling = Sampling(16, 1.0, stop=trainer.environment.stop)
     trajectories = run(
-        asked,
+        validation_questions(4),
         trainer.engine,
         trainer.environment,
         sampling,
@@ -625,13 +647,7 @@ def test_rl_on_mirrors_alone_leaves_the_visible_tokens_without_loss(dual_of, tmp
         batch_size=4,
         seed=0,
     )
-    batch = make_batch(
-        trajectories,
-        [[1.0] * len(t.ids) for t in trajectories],
-        0,
-        trainer.engine.codec,
-        latent_only=True,
-    )
+    batch = trainer.batch(trajectories, [[1.0] * len(t.ids) for t in trajectories])
     trained = set(batch.ids[batch.mask].tolist())
     assert trained and all(map(dual.is_mirror, trained))
     sampled = [i for t in trajectories for i, o in zip(t.ids, t.origins) if o == Origin.SAMPLED]
@@ -639,55 +655,27 @@ def test_rl_on_mirrors_alone_leaves_the_visible_tokens_without_loss(dual_of, tmp
     silent = dataclasses.replace(
         trajectories[0], origins=[Origin.PROMPT] * len(trajectories[0].ids)
     )
-    assert (
-        trainer._update([silent], [[1.0] * len(silent.ids)])["loss"] == 0.0
-    )  # nothing to train is no NaN
+    # Nothing to train is no NaN.
+    assert trainer._update([silent], [[1.0] * len(silent.ids)])["loss"] == 0.0
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 
 def test_rl_on_mirrors_needs_a_dual_vocabulary(base, tmp_path):
-    config = RLConfig(prompts_per_step=1, latent_only=True)
-    asked = validation_questions(1)
-    model = read_base(base())
-    with pytest.raises(ValueError, match="this model has none"):
-        ARGRPO(
-            model, load(base())[1], SearchEnvironment(topk=1), asked, asked, config, folder=tmp_path
-        )
+    tokenizer = AutoTokenizer.from_pretrained(base())
+    with pytest.raises(ValueError, match="no dual checkpoint"):
+        trainer_of(read_base(base()), tokenizer, tmp_path)
 
 
 def test_rl_scores_what_was_sampled_under_the_constraint_and_trains_the_rows(dual_of, tmp_path):
     model, tokenizer = load(dual_of(True, True, 5.0))
     before = model.get_input_embeddings().weight.detach().clone()
-    dual, asked = model.dual_vocab, validation_questions(4)
-    config = RLConfig(
-        steps=1,
-        prompts_per_step=2,
-        group_size=2,
-        learning_rate=1e-2,
-        explore_fraction=0.0,
-        credit="trajectory",
-        gradient_accumulation=2,
-        trainable="rows",
-        max_turns=2,
-        max_new_tokens=16,
-        validation_every=0,
-        temperature=0.8,
-    )
-    trainer = ARGRPO(
-        model, tokenizer, SearchEnvironment(topk=1), asked, asked, config, folder=tmp_path
-    )
+    dual = DualVocab.of(model.config)
+    settings = {"learning_rate": 1e-2, "trainable": "rows", "temperature": 0.8}
+    trainer = trainer_of(model, tokenizer, tmp_path, **settings)
     trajectories, _ = trainer.rollouts(1)
-    batch = make_batch(
-        trajectories, [[0.0] * len(t.ids) for t in trajectories], 0, trainer.engine.codec
-    )
+    batch = trainer.batch(trajectories, [[0.0] * len(t.ids) for t in trajectories])
     with torch.no_grad():
-        scored = token_logprobs(
-            trainer.model,
-            batch,
-            temperature=0.8,
-            latents="recomputed",
-            constraint=trainer.engine.constraint,
-        )
+        scored = trainer.logprobs(trainer.model, batch)
     behaviour = batch.behaviour[:, 1:][batch.mask[:, 1:]]
     assert (scored - behaviour).abs().max() <= 1e-4
     trainer._update(

@@ -7,16 +7,16 @@ import torch
 
 from alar.domains.search.environment import SearchEnvironment
 from alar.domains.search.questions import test_questions as split_questions
+from alar.evaluate import oracle as oracle_module
 from alar.evaluate import systems as evaluation
-from alar.evaluate.systems import (
+from alar.evaluate.controls import (
     CONTROLS,
     TamperedProjector,
-    controls,
+    answers_with_tampered_latents,
     latent_bank,
-    oracle_router,
-    question_table,
-    turn_table,
 )
+from alar.evaluate.oracle import oracle_router
+from alar.evaluate.systems import question_table, turn_table
 from alar.records import Origin
 from alar.rollout.hf import HFEngine
 
@@ -74,7 +74,9 @@ def test_a_tampered_projector_replaces_every_z(engine, intact, kind):
 
 def test_controls_cover_every_question_and_leave_the_model_as_it_was(engine, questions, intact):
     projector = engine.model.model.projector
-    table = controls(engine, SearchEnvironment(), questions, intact, **SETTINGS)
+    table = answers_with_tampered_latents(
+        engine, SearchEnvironment(), questions, intact, **SETTINGS
+    )
     assert engine.model.model.projector is projector
     assert table.groupby("system").size().to_dict() == dict.fromkeys(
         ("intact", *CONTROLS), len(questions)
@@ -87,7 +89,7 @@ def test_the_oracle_takes_the_cheapest_correct_modes(engine, questions, monkeypa
     """With EM replaced by a rule on the modes, the best assignment is known."""
     environment = SearchEnvironment()
     tried = []
-    original = evaluation.run
+    original = oracle_module.run
 
     def judged(*args, **kwargs):
         trajectories = original(*args, **kwargs)
@@ -98,14 +100,14 @@ def test_the_oracle_takes_the_cheapest_correct_modes(engine, questions, monkeypa
             tried.append(t)
         return trajectories
 
-    monkeypatch.setattr(evaluation, "run", judged)
+    monkeypatch.setattr(oracle_module, "run", judged)
     chosen = oracle_router(engine, environment, questions, max_routed_turns=2, **SETTINGS)
     assert len(tried) == 4 * len(questions)
     for question, t in zip(questions, chosen, strict=True):
         candidates = [c for c in tried if c.question.id == question.id and c.correct]
         assert t.question.id == question.id and t.correct
         assert t.generated_tokens == min(c.generated_tokens for c in candidates)
-    monkeypatch.setattr(evaluation, "run", lambda *a, **k: [wrong(t) for t in original(*a, **k)])
+    monkeypatch.setattr(oracle_module, "run", lambda *a, **k: [wrong(t) for t in original(*a, **k)])
     fallback = oracle_router(engine, environment, questions, max_routed_turns=2, **SETTINGS)
     assert all(turn.forced_mode == "think" for t in fallback for turn in t.turns)
 

@@ -216,14 +216,18 @@ def ablated() -> pd.DataFrame:
 
 
 DRAWINGS = {
-    "ablations": lambda: figures.ablations(ablated()),
+    "ablations_figure": lambda: figures.ablations_figure(ablated()),
     "accuracy_against_tokens": lambda: figures.accuracy_against_tokens(summary()),
     "stages": lambda: figures.stages(summary()),
     "question_types": lambda: figures.question_types(summary()),
-    "controls": lambda: figures.controls(summary(("intact", "zeroed", "text"), base="intact")),
-    "oracle": lambda: figures.oracle(summary(("oracle", "alar", "alar-think"), base="oracle")),
+    "controls_figure": lambda: figures.controls_figure(
+        summary(("intact", "zeroed", "text"), base="intact")
+    ),
+    "oracle_figure": lambda: figures.oracle_figure(
+        summary(("oracle", "alar", "alar-think"), base="oracle")
+    ),
     "method": lambda: figures.method(),
-    "methods": lambda: figures.methods(compared()),
+    "methods_figure": lambda: figures.methods_figure(compared()),
     "dynamics": lambda: figures.dynamics(metrics(), validation_questions=64, total_steps=60),
     "lengths": lambda: figures.lengths(
         {"ShorterBetter": metrics(), "O1-Pruner": metrics(20)}, validation_questions=64
@@ -232,7 +236,7 @@ DRAWINGS = {
     "ratios": lambda: figures.ratios(skipped()),
     "reward_shapes": lambda: figures.reward_shapes(rewards()),
     "latent_share": lambda: figures.latent_share(statistics.mode_share(evaluation()[1])),
-    "trajectory": lambda: figures.trajectory(example()),
+    "trajectory_figure": lambda: figures.trajectory_figure(example()),
     "speed": lambda: figures.speed(speed_ratios()),
     "throughput": lambda: figures.throughput(throughput()),
 }
@@ -250,7 +254,7 @@ def drawing(request):
 
 
 def test_every_exported_drawing_is_tested():
-    assert set(DRAWINGS) == set(figures.__all__) - {"save", "LiveDynamics"}
+    assert set(DRAWINGS) == set(figures.__all__) - {"save_figure", "LiveDynamics"}
 
 
 def test_no_text_is_cut_off_and_every_figure_fits_its_column(drawing):
@@ -284,8 +288,8 @@ def test_every_figure_says_where_its_numbers_come_from(drawing):
 
 def test_a_figure_is_saved_with_the_numbers_in_it_and_twice_the_same(drawing, tmp_path):
     figure, table = drawing
-    first = figures.save(figure, table, tmp_path / "first", "name")
-    second = figures.save(figure, table, tmp_path / "second", "name")
+    first = figures.save_figure(figure, table, tmp_path / "first", "name")
+    second = figures.save_figure(figure, table, tmp_path / "second", "name")
     assert [path.name for path in first] == ["name.csv", "name.png", "name.svg"]
     assert len(pd.read_csv(first[0])) == len(table) > 0
     for one, other in zip(first, second, strict=True):
@@ -294,7 +298,7 @@ def test_a_figure_is_saved_with_the_numbers_in_it_and_twice_the_same(drawing, tm
 
 def test_drawing_again_gives_the_same_bytes(tmp_path):
     for folder in ("first", "second"):
-        figures.save(*figures.stages(summary()), tmp_path / folder, "stages")
+        figures.save_figure(*figures.stages(summary()), tmp_path / folder, "stages")
     for name in ("stages.csv", "stages.png", "stages.svg"):
         assert filecmp.cmp(tmp_path / "first" / name, tmp_path / "second" / name, shallow=False), (
             name
@@ -302,7 +306,7 @@ def test_drawing_again_gives_the_same_bytes(tmp_path):
 
 
 def test_formats_can_be_chosen(tmp_path):
-    paths = figures.save(*figures.method(), tmp_path, "method", formats=["pdf"])
+    paths = figures.save_figure(*figures.method(), tmp_path, "method", formats=["pdf"])
     assert [path.suffix for path in paths] == [".csv", ".pdf"]
 
 
@@ -402,7 +406,7 @@ def test_a_missing_reference_is_named():
     with pytest.raises(
         tables.TableError, match="has no 'intact' to compare with; it has zeroed, text"
     ):
-        figures.controls(summary(("zeroed", "text")))
+        figures.controls_figure(summary(("zeroed", "text")))
     with pytest.raises(tables.TableError, match="'base' was not evaluated"):
         figures.accuracy_against_tokens(summary(("alar", "stage1")))
 
@@ -419,7 +423,7 @@ def test_hard_turns_are_marked_as_such():
 
 
 def test_the_trajectory_shows_every_action():
-    figure, _ = figures.trajectory(example())
+    figure, _ = figures.trajectory_figure(example())
     shown = "\n".join(words(figure))
     assert shown.count("<search>the currency of Estonia</search>") == 4
     assert "<answer>$12 & 3_4</answer>" in shown
@@ -477,7 +481,7 @@ def markers(axes):
 
 def test_every_method_has_a_marker_with_both_intervals_in_its_own_colour():
     table = compared().query("domain == 'search'")
-    figure, numbers = figures.methods(table)
+    figure, numbers = figures.methods_figure(table)
     points, drawn = markers(figure.axes[0])
     assert set(drawn) == set(zip(table["tokens"], table["accuracy"]))
     assert len(drawn) == 2 * len(table)  # once along each axis
@@ -493,7 +497,7 @@ def test_methods_near_the_base_are_drawn_larger_in_a_panel_of_their_own(tmp_path
     far = table.index[-1]
     table.loc[far, ["accuracy", "accuracy_low", "accuracy_high"]] = 0.1, 0.05, 0.15
     table.to_csv(tmp_path / "methods.csv", index=False)
-    figure, _ = figures.methods(tmp_path / "methods.csv")
+    figure, _ = figures.methods_figure(tmp_path / "methods.csv")
     near = table.drop(far)
     assert set(markers(figure.axes[1])[1]) == set(zip(near["tokens"], near["accuracy"]))
     assert not any("nan" in line.get_text() for line in figure.legends[0].get_texts())

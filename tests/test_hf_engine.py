@@ -1,6 +1,7 @@
 """The in-process engine against decoding one token at a time, over turns, batches, modes and
 hostile text."""
 
+import itertools
 import math
 import random
 
@@ -21,7 +22,7 @@ SCHEDULES = 1000
 
 @torch.no_grad()
 def decode_slowly(model, codec, request: TurnRequest, sampling: Sampling, margin: list[float]):
-    """One request, one token at a time, one growing cache: (ids, log-probs of sampled tokens, z)."""
+    """(ids, log-probs of sampled tokens, z) of one request: one token at a time, one cache."""
     cache, hidden, seen = DynamicCache(config=model.config), None, 0
 
     def feed(embedding):
@@ -121,8 +122,9 @@ def prompts(codec, rng, count):
     return [codec.prompt(" ".join(rng.choices(words, k=rng.randint(1, 25)))) for _ in range(count)]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-@pytest.mark.parametrize("num_latent", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("family", "num_latent"), [*itertools.product(("qwen2", "qwen3"), (0, 1, 4)), ("llama", 4)]
+)
 def test_tokens_latents_and_logprobs_equal_slow_decoding(random_model, family, num_latent):
     model, tokenizer = random_model(family, num_latent)
     engine = HFEngine(model, tokenizer)
@@ -176,7 +178,7 @@ def test_a_context_without_the_z_of_its_latent_positions_is_refused(random_model
     model, tokenizer = random_model()
     engine = HFEngine(model, tokenizer)
     ids = engine.codec.prompt("x") + engine.codec.latent_open + [engine.codec.latent_token_id] * 4
-    with pytest.raises(ValueError, match="must carry the z"):
+    with pytest.raises(ValueError, match="latent vectors"):
         engine.generate([TurnRequest(0, ids + engine.codec.latent_close, [])], SAMPLING)
 
 
@@ -412,7 +414,7 @@ def test_sampling_within_top_p_keeps_the_ids_that_transformers_keeps(random_mode
 
 
 def write(codec, text: str, sampling=SAMPLING) -> TurnWriter:
-    """Push the pieces of a text as if they had been sampled; forced tokens are pushed as they come."""
+    """Push the pieces of a text as if they had been sampled, and forced tokens as they come."""
     writer = TurnWriter(codec, TurnRequest(0, codec.prompt("x"), []), sampling)
     for token in codec.untrusted(text):
         while writer.forced():

@@ -3,8 +3,7 @@ it should."""
 
 import copy
 import importlib.util
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,34 +14,47 @@ from alar.domains.search.questions import training_questions
 from alar.engines.verl import Job
 from alar.engines.verl.settings import hydra_values
 from alar.methods.length_rewards import (
-    LengthReward,
+    O1Pruner,
     Reference,
+    RewardAsAdvantage,
     Sample,
-    length_rewards,
+    ShorterBetter,
+    ThinkPrune,
+    length_grpo,
     o1_pruner,
     reference_means,
     round_lengths,
     shorter_better,
     stated_limit,
     think_prune,
-    with_stated_limit,
     write_references,
 )
 from alar.model import from_base
 from alar.protocol import SEARCH, Trusted
 from alar.records import Origin
 from alar.rl.config import RLConfig
-from alar.rl.rollouts import Summary, mode_plan, rewards_of, token_advantages, validation_metrics
+from alar.rl.strategy import GroupCredit
+from alar.rl.summary import TrajectorySummary, validation_metrics
 from alar.rl.trainer import ARGRPO, make_batch, token_logprobs
 from alar.rollout.engine import Sampling
 from alar.rollout.loop import run
 
 ENVIRONMENT = SearchEnvironment()
 CONFIG = RLConfig(
-    steps=2, prompts_per_step=2, group_size=8, learning_rate=1e-3, max_turns=5, max_new_tokens=64, trainable="full",
-    validation_every=0, checkpoint_every=10, gradient_accumulation=2, credit="trajectory", explore_fraction=0.0,
-    select="last", kl_coefficient=0.0, length_reward=LengthReward("shorterbetter"),
-)  # fmt: skip
+    steps=2,
+    prompts_per_step=2,
+    group_size=8,
+    learning_rate=1e-3,
+    schedule="constant",
+    warmup_ratio=0.0,
+    validation_every=0,
+    checkpoint_every=10,
+    gradient_accumulation=2,
+    kl_coefficient=0.0,
+    norm_adv_by_std=True,
+)
+SHORTER = ShorterBetter()
+REWARDS = {"shorterbetter": ShorterBetter, "thinkprune": ThinkPrune, "o1pruner": O1Pruner}
 
 
 def samples(*triples) -> list[Sample]:
@@ -80,15 +92,22 @@ def test_thinkprune_pays_for_answers_within_the_limit():
 def test_o1_pruner_compares_with_the_references_means():
     # group 0: ℓ̄ = 120, c̄ = 2/3; group 1: 60, 0; group 2: itself
     by_hand = [
-        0 + 2 * (1 - 2 / 3), 60 / 50 - 1, 120 / 40 - 1 + 2 * (0 - 2 / 3), 120 / 200 - 1 + 2 / 3, 60 / 70 - 1, 0,
-    ]  # fmt: skip
+        0 + 2 * (1 - 2 / 3),
+        60 / 50 - 1,
+        120 / 40 - 1 + 2 * (0 - 2 / 3),
+        120 / 200 - 1 + 2 / 3,
+        60 / 70 - 1,
+        0,
+    ]
     assert o1_pruner(MIXED) == pytest.approx(by_hand, abs=1e-12)
     given = {f"q{group}": Reference(100.0, 0.5) for group in range(3)}
     by_hand = [100 / 120 - 1 + 2.5, 100 / 50 - 1 - 2.5, 100 / 40 - 1 - 2.5, 100 / 200 - 1 + 2.5]
     assert o1_pruner(MIXED, 5.0, given)[:4] == pytest.approx(by_hand, abs=1e-12)
     assert reference_means(MIXED) == {
-        "q0": Reference(120.0, pytest.approx(2 / 3)), "q1": Reference(60.0, 0.0), "q2": Reference(30.0, 1.0)
-    }  # fmt: skip
+        "q0": Reference(120.0, pytest.approx(2 / 3)),
+        "q1": Reference(60.0, 0.0),
+        "q2": Reference(30.0, 1.0),
+    }
 
 
 def test_a_rollout_without_a_token_has_a_finite_reward_under_each():
@@ -99,46 +118,41 @@ def test_a_rollout_without_a_token_has_a_finite_reward_under_each():
         and o1_pruner(empty) == [0, 0, 0]
     )
     assert o1_pruner(empty[:1], 2.0, {"q0": Reference(8.0, 0.25)}) == [8.0 - 1 - 0.5]
-    for kind in ("shorterbetter", "thinkprune", "o1pruner"):
-        assert length_rewards([], LengthReward(kind)) == []
+    for kind in REWARDS.values():
+        assert kind().of_samples([]) == []
 
 
 def test_the_settings_choose_the_formula_and_references_come_from_their_file(tmp_path):
-    assert length_rewards(
-        MIXED, LengthReward("shorterbetter", length_weight=0.01)
-    ) == shorter_better(MIXED, 2.0, 0.01)
-    assert length_rewards(MIXED, LengthReward("thinkprune", token_limit=50)) == think_prune(
-        MIXED, 50
-    )
-    assert length_rewards(MIXED, LengthReward("o1pruner", accuracy_weight=5.0)) == o1_pruner(
-        MIXED, 5.0
-    )
-    path = str(
-        write_references(
-            tmp_path / "means.jsonl", {f"q{n}": Reference(90.0, 0.75) for n in range(2)}
-        )
-    )
-    with pytest.raises(KeyError, match="'q2' has no reference means"):
-        length_rewards(MIXED, LengthReward("o1pruner", reference=path))
-    found = length_rewards(MIXED[:5], LengthReward("o1pruner", reference=path))
-    assert found[0] == pytest.approx(90 / 120 - 1 + 2 * 0.25)
+    assert ShorterBetter(length_weight=0.01).of_samples(MIXED) == shorter_better(MIXED, 2.0, 0.01)
+    assert ThinkPrune(token_limit=50).of_samples(MIXED) == think_prune(MIXED, 50)
+    assert O1Pruner(accuracy_weight=5.0).of_samples(MIXED) == o1_pruner(MIXED, 5.0)
+    means = {f"q{n}": Reference(90.0, 0.75) for n in range(2)}
+    measured = O1Pruner(reference=str(write_references(tmp_path / "means.jsonl", means)))
+    with pytest.raises(KeyError, match="q2"):
+        measured.of_samples(MIXED)
+    assert measured.of_samples(MIXED[:5])[0] == pytest.approx(90 / 120 - 1 + 2 * 0.25)
 
 
 @pytest.mark.parametrize(
-    "settings, field",
-    [({"kind": "short"}, "kind"), ({"kind": "thinkprune", "token_limit": 0}, "token_limit"),
-     ({"kind": "o1pruner", "accuracy_weight": -1.0}, "accuracy_weight"),
-     ({"kind": "shorterbetter", "length_weight": float("nan")}, "length_weight")],
-)  # fmt: skip
-def test_settings_that_cannot_be_are_refused(settings, field):
-    with pytest.raises(ValueError, match=f"length_reward.{field}"):
-        LengthReward(**settings)
+    "reward, field, value",
+    [
+        (ThinkPrune, "token_limit", 0),
+        (O1Pruner, "accuracy_weight", -1.0),
+        (ShorterBetter, "length_weight", float("nan")),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(reward, field, value):
+    with pytest.raises(ValueError, match=field):
+        reward(**{field: value})
 
 
-def test_what_a_length_reward_cannot_use_is_refused():
-    for change in ({"credit": "turn"}, {"explore_fraction": 0.5}, {"select": "best"}):
-        with pytest.raises(ValueError, match=f"rl.{next(iter(change))}"):
-            replace(CONFIG, **change)
+def test_a_length_reward_trains_grpo_without_modes():
+    for reward in REWARDS.values():
+        strategy = length_grpo(reward(), CONFIG, seed=3)
+        assert strategy.reward.modes == "off" and not strategy.reward.selects
+        assert not any(strategy.sampler.explores(row) for row in range(8))
+    assert length_grpo(ShorterBetter(), CONFIG).credit == GroupCredit(CONFIG.norm_adv_by_std)
+    assert length_grpo(O1Pruner(), CONFIG).credit == RewardAsAdvantage()
 
 
 def test_the_limit_stands_at_the_end_of_the_user_turn_and_nowhere_else():
@@ -155,18 +169,14 @@ def test_the_limit_stands_at_the_end_of_the_user_turn_and_nowhere_else():
     changed = [number for number, (a, b) in enumerate(zip(plain, limited, strict=True)) if a != b]
     assert len(changed) == 1 and limited[changed[0]].endswith("\nUse at most 80 tokens.\n")
     assert isinstance(limited[changed[0] + 1], Trusted)
-    prune = LengthReward("thinkprune", token_limit=80)
-    asking = with_stated_limit(ENVIRONMENT, prune)
+    prune = ThinkPrune(token_limit=80)
+    asking = prune.environment(ENVIRONMENT)
     assert (
         list(asking.form.prompt(question)) == list(stated_limit(SEARCH, 80).prompt(question))
         and ENVIRONMENT.form is SEARCH
     )
-    for unchanged in (
-        None,
-        replace(prune, state_limit=False),
-        LengthReward("o1pruner", token_limit=80),
-    ):
-        assert with_stated_limit(ENVIRONMENT, unchanged) is ENVIRONMENT
+    for unchanged in (replace(prune, state_limit=False), O1Pruner()):
+        assert unchanged.environment(ENVIRONMENT) is ENVIRONMENT
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +184,11 @@ def shipped():
     return from_base("embedded", num_latent=0)
 
 
-def trainer_of(shipped, folder, **changes) -> ARGRPO:
+def trainer_of(
+    shipped, folder, reward=SHORTER, *, max_turns=5, max_new_tokens=64, **changes
+) -> ARGRPO:
     model, tokenizer = shipped
+    config = RLConfig(**CONFIG.model_dump() | changes)
     asked = training_questions(4, worlds=1, seed=3)
     return ARGRPO(
         copy.deepcopy(model),
@@ -183,8 +196,11 @@ def trainer_of(shipped, folder, **changes) -> ARGRPO:
         ENVIRONMENT,
         asked,
         [],
-        replace(CONFIG, **changes),
+        config,
+        length_grpo(reward, config),
         folder=folder,
+        max_turns=max_turns,
+        max_new_tokens=max_new_tokens,
     )
 
 
@@ -198,17 +214,17 @@ def written(shipped, tmp_path_factory):
 
 def test_rollouts_reason_in_text_only_and_length_is_what_the_policy_wrote(written):
     trainer, trajectories, groups = written
-    assert {mode_plan(CONFIG, 1)(row, turn) for row in range(16) for turn in range(3)} == {"off"}
     assert not any(
         turn.forced_mode or turn.mode == "latent" for t in trajectories for turn in t.turns
     )
-    summaries = [Summary.of(t, trainer.engine.codec) for t in trajectories]
+    reward = trainer.strategy.reward
+    summaries = [TrajectorySummary.of(t, trainer.engine.codec) for t in trajectories]
     lengths = [sum(origin == Origin.SAMPLED for origin in t.origins) for t in trajectories]
     expected = shorter_better(
         [Sample(g, t.correct, n) for g, t, n in zip(groups, trajectories, lengths)]
     )
-    assert rewards_of(summaries, groups, CONFIG, 1) == expected
-    checked = validation_metrics(summaries, CONFIG)
+    assert reward.rewards(summaries, groups, 1, 2) == expected
+    checked = validation_metrics(summaries, reward.validation(summaries, 2))
     assert (
         checked["validation_reward"]
         == checked["validation_accuracy"]
@@ -222,13 +238,14 @@ def test_one_step_makes_shorter_rollouts_likelier(shipped, written, tmp_path, ki
     they were."""
     trajectories, groups = written[1][:8], [0] * 8
     lengths = torch.tensor([float(t.generated_tokens) for t in trajectories])
-    reward = LengthReward(kind, token_limit=int(lengths.median()))
-    trainer = trainer_of(shipped, tmp_path, temperature=1.3, length_reward=reward)
-    summaries = [replace(Summary.of(t, trainer.engine.codec), correct=True) for t in trajectories]
-    rewards = rewards_of(summaries, groups, trainer.config, 1)
-    advantages, _ = token_advantages(
-        summaries, [len(t.ids) for t in trajectories], rewards, groups, trainer.config, 1
-    )
+    limit = {"token_limit": int(lengths.median())} if kind == "thinkprune" else {}
+    reward = REWARDS[kind](**limit)
+    trainer = trainer_of(shipped, tmp_path, reward, temperature=1.3)
+    codec, credit = trainer.engine.codec, trainer.strategy.credit
+    summaries = [replace(TrajectorySummary.of(t, codec), correct=True) for t in trajectories]
+    rewards = reward.rewards(summaries, groups, 1, 2)
+    sizes = [len(t.ids) for t in trajectories]
+    advantages = credit.advantages(summaries, sizes, rewards, groups, 1, 2)
     batch = make_batch(trajectories, advantages, 0)
 
     def totals():
@@ -248,32 +265,35 @@ def test_without_a_reference_file_o1_pruner_learns_from_what_the_reference_write
     shipped, tmp_path
 ):
     small = {"group_size": 2, "max_new_tokens": 12, "max_turns": 2}
-    published = trainer_of(shipped, tmp_path / "a", length_reward=LengthReward("o1pruner"), **small)
+    published = trainer_of(shipped, tmp_path / "a", O1Pruner(), **small)
     means = write_references(
         tmp_path / "means.jsonl", {q.id: Reference(80.0, 1.0) for q in published.questions}
     )
-    on_policy = LengthReward("o1pruner", reference=str(means))
-    ours = trainer_of(shipped, tmp_path / "b", length_reward=on_policy, **small)
+    ours = trainer_of(shipped, tmp_path / "b", O1Pruner(reference=str(means)), **small)
     for trainer in (published, ours):
         with torch.no_grad():
             trainer.model.lm_head.weight.mul_(0.1)  # a policy far from its reference
     rolled = {name: t.rollouts(1)[0] for name, t in (("reference", published), ("policy", ours))}
     expected = run(
-        [rolled["reference"][row].question for row in range(4)], published.sampler, ENVIRONMENT,
-        Sampling(12, 1.0, stop=ENVIRONMENT.stop), modes="off", max_turns=2, seed=1,
-    )  # fmt: skip
-    assert published.sampler.model is published.reference and ours.sampler is ours.engine
+        [rolled["reference"][row].question for row in range(4)],
+        published.writer,
+        ENVIRONMENT,
+        Sampling(12, 1.0, stop=ENVIRONMENT.stop),
+        modes="off",
+        max_turns=2,
+        seed=1,
+    )
+    assert published.writer.model is published.reference and ours.writer is ours.engine
     assert (
         [t.ids for t in rolled["reference"]]
         == [t.ids for t in expected]
         != [t.ids for t in rolled["policy"]]
     )
-    summaries = [Summary.of(t, published.engine.codec) for t in expected]
-    rewards = rewards_of(summaries, [0, 0, 1, 1], published.config, 1)
-    assert (
-        token_advantages(summaries, [3] * 4, rewards, [0, 0, 1, 1], published.config, 1)[1]
-        == rewards
-    )
+    strategy, groups = published.strategy, [0, 0, 1, 1]
+    summaries = [TrajectorySummary.of(t, published.engine.codec) for t in expected]
+    rewards = strategy.reward.rewards(summaries, groups, 1, 2)
+    advantages = strategy.credit.advantages(summaries, [3] * 4, rewards, groups, 1, 2)
+    assert advantages == [[reward] * 3 for reward in rewards]
 
 
 def test_a_whole_training_notes_the_tokens_that_it_was_over(shipped, tmp_path, monkeypatch):
@@ -294,19 +314,18 @@ def test_a_whole_training_notes_the_tokens_that_it_was_over(shipped, tmp_path, m
 
 
 def test_a_job_for_verl_carries_the_reward_and_refuses_what_verl_cannot_sample(tmp_path):
-    def job(**reward):
-        rl = replace(CONFIG, length_reward=LengthReward(**reward))
-        return Job(model="", folder=str(tmp_path), prompts="", validation="", rl=rl)
+    def job(reward):
+        strategy = length_grpo(reward, CONFIG)
+        folder = str(tmp_path)
+        return Job(folder, folder, prompts="", validation="", rl=CONFIG, strategy=strategy)
 
-    ours = job(kind="thinkprune", token_limit=77)
-    assert (
-        Job.read(ours.save()) == ours
-        and Job.of(json.loads(json.dumps(asdict(ours)))).rl.length_reward.token_limit == 77
-    )
-    assert hydra_values(ours)["alar"]["rl"]["length_reward"]["kind"] == "thinkprune"
-    with pytest.raises(ValueError, match="length_reward.reference"):
-        job(kind="o1pruner")
-    job(kind="o1pruner", reference="means.jsonl")
+    ours = job(ThinkPrune(token_limit=77))
+    assert Job.read(ours.save()) == ours
+    reached = Job.from_json(hydra_values(ours)["alar"])
+    assert reached.strategy.reward == ThinkPrune(token_limit=77)
+    with pytest.raises(ValueError, match="reference"):
+        job(O1Pruner())
+    job(O1Pruner(reference="means.jsonl"))
 
 
 @pytest.mark.skipif(
@@ -322,13 +341,15 @@ def test_verls_trainer_gives_the_rewards_of_the_single_process_one(
     from alar.engines.verl.agent import to_output
 
     _, trajectories, groups = written
-    codec, reward = written[0].engine.codec, LengthReward(kind, token_limit=90)
+    codec, reward = written[0].engine.codec, REWARDS[kind]()
+    if kind == "thinkprune":
+        reward = ThinkPrune(token_limit=90)
     if kind == "o1pruner":
         path = write_references(
             tmp_path / "m.jsonl", {t.question.id: Reference(100.0, 0.5) for t in trajectories}
         )
         reward = replace(reward, reference=str(path))
-    rl = replace(CONFIG, length_reward=reward)
+    strategy = length_grpo(reward, CONFIG)
     outputs = [to_output(t, codec, step=1, p_latent=(), cached=False) for t in trajectories]
     fields = {"uid": [str(g) for g in groups], "extra_fields": [o.extra_fields for o in outputs]}
     masks = torch.nested.as_nested_tensor(
@@ -342,18 +363,18 @@ def test_verls_trainer_gives_the_rewards_of_the_single_process_one(
     monkeypatch.setattr(
         module.tq, "kv_batch_put", lambda *, fields, **_: written_back.update(fields.items())
     )
-    trainer = object.__new__(module.LatentTrainer)
-    trainer.job, trainer.row, trainer.global_steps = SimpleNamespace(rl=rl), {}, 1
+    trainer = object.__new__(module.VerlARGRPO)
+    trainer.job = SimpleNamespace(rl=CONFIG, strategy=strategy)
+    trainer.row, trainer.global_steps = {}, 1
     batch = SimpleNamespace(keys=fields["uid"], partition_id="train", tags=[{} for _ in outputs])
     trainer._compute_advantage(batch, {})
-    summaries = [Summary.of(t, codec) for t in trajectories]
-    expected = rewards_of(summaries, groups, rl, 1)
+    summaries = [TrajectorySummary.of(t, codec) for t in trajectories]
+    expected = reward.rewards(summaries, groups, 1, 2)
     assert [float(row[-1]) for row in written_back["rm_scores"].unbind()] == pytest.approx(
         expected, abs=1e-6
     )
-    _, whole = token_advantages(
-        summaries, [len(t.ids) for t in trajectories], expected, groups, rl, 1
-    )
-    for row, value, output in zip(written_back["advantages"].unbind(), whole, outputs, strict=True):
+    whole = strategy.credit.advantages(summaries, [1] * len(groups), expected, groups, 1, 2)
+    found = written_back["advantages"].unbind()
+    for row, (value,), output in zip(found, whole, outputs, strict=True):
         assert row.tolist() == pytest.approx([value * m for m in output.response_mask], abs=1e-6)
     assert trainer.row["trained_tokens"] == sum(len(t.ids) for t in trajectories)

@@ -1,38 +1,32 @@
-"""The log-prob reward: equal to a slow computation one by one, z fed again as recorded, and the
-same numbers over HTTP."""
+"""The log-prob reward: equal to a slow computation one by one, with z fed again as recorded."""
 
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
-import requests
 import torch
-import uvicorn
 
 from alar import protocol
 from alar.domains.search.environment import SearchEnvironment
 from alar.domains.search.questions import training_questions, validation_questions
 from alar.domains.tool.protocol import TOOL
-from alar.methods.dual.build import build
+from alar.methods.dual.build import build_dual
 from alar.methods.logprob import (
     INVALID,
     OPEN,
     LogProbReward,
     LogProbScorer,
-    case_of,
+    context_of,
     group_normalised,
+    logprob_grpo,
     mixed_rewards,
 )
-from alar.methods.logprob.client import HTTPScorer, ScorerError
-from alar.methods.logprob.server import TextCase, create_app, text_case
 from alar.model import load, load_base
 from alar.records import Origin, Question, Trajectory, TurnRecord
-from alar.rl import trainer as module
-from alar.rl.trainer import ARGRPO, RLConfig
+from alar.rl.config import RLConfig
+from alar.rl.strategy import GroupCredit, Sampler
+from alar.rl.trainer import ARGRPO
 
 PASSAGE = protocol.observation_text([("Peru", "Lima • is its capital.")])
 
@@ -144,7 +138,7 @@ def test_answers_of_a_dual_vocabulary_have_the_probabilities_of_its_base(random_
     """Right for an untrained full copy only where mirrors have no probability: with them every
     answer token loses ln 2."""
     base = random_model()[0].config._name_or_path
-    build(base, tmp_path, think_missing="literal")
+    build_dual(base, tmp_path, think_missing="literal")
     ordinary, dual = LogProbScorer(*load_base(base)), LogProbScorer(*load(tmp_path))
     for modes in (("think",), ("think", "think")):
         mirrored = recorded(dual.codec, modes)
@@ -153,12 +147,6 @@ def test_answers_of_a_dual_vocabulary_have_the_probabilities_of_its_base(random_
         assert dual.score([mirrored])[0].value == pytest.approx(
             ordinary.score([plain])[0].value, abs=1e-5
         )
-    with pytest.raises(
-        ValueError, match="response: this model thinks in mirrors .* send the record"
-    ):
-        text_case(
-            TextCase(question="Where?", response="<think>x</think>", golds=["Peru"]), dual.codec
-        )
 
 
 def test_z_is_fed_as_recorded(scorer):
@@ -166,7 +154,7 @@ def test_z_is_fed_as_recorded(scorer):
     other = replace(one, latents=one.latents + 0.1)
     first, second = scorer.score([one, other])
     assert abs(first.value - second.value) > 1e-3
-    with pytest.raises(ValueError, match="latents: 4 vectors for 8 latent positions"):
+    with pytest.raises(ValueError, match="4 latent vectors .* 8 latent positions"):
         scorer.score([replace(one, latents=one.latents[:4])])
 
 
@@ -184,10 +172,9 @@ def test_what_the_policy_answered_does_not_matter(scorer):
 
 def test_another_domains_answer_stands_as_its_form_writes_it(scorer):
     trajectory = recorded(scorer.codec, ("think",))
-    case = case_of(trajectory, scorer.codec, TOOL)
-    assert (case.before[-3:], case.after) == (">\n\n", "") and "<answer>" in case_of(
-        trajectory, scorer.codec
-    ).before
+    context = context_of(trajectory, scorer.codec, TOOL)
+    assert (context.before[-3:], context.after) == (">\n\n", "")
+    assert "<answer>" in context_of(trajectory, scorer.codec).before
     (score,) = LogProbScorer(scorer.model, scorer.codec.tokenizer, TOOL).score([trajectory])
     assert score.gold == "Peru" and score.value != scorer.score([trajectory])[0].value
 
@@ -238,7 +225,7 @@ def test_the_weight_mixes_exact_match_and_the_normalised_score():
     with pytest.raises(ValueError, match="no log-prob score"):
         mixed_rewards([float("nan")], [True], [0], LogProbReward(0.5))
     for field, value in {"weight": 1.5, "variant": "other"}.items():
-        with pytest.raises(ValueError, match=f"logprob_reward.{field}"):
+        with pytest.raises(ValueError, match=field):
             LogProbReward(**{field: value})
 
 
@@ -247,242 +234,49 @@ CONFIG = RLConfig(
     prompts_per_step=2,
     group_size=3,
     learning_rate=1e-3,
-    max_turns=2,
-    max_new_tokens=24,
-    trainable="full",
     validation_every=1,
     gradient_accumulation=1,
-    explore_fraction=1.0,
-    logprob_reward=LogProbReward(0.5),
 )
+MIXTURE = LogProbReward(0.5)
 
 
-def trainer(random_model, folder, **changes) -> ARGRPO:
-    questions = training_questions(4, worlds=1, seed=0), validation_questions(2)
-    return ARGRPO(
-        *random_model(), SearchEnvironment(), *questions, replace(CONFIG, **changes), folder=folder
-    )
+class Alternating(Sampler):
+    """Modes are forced everywhere: a random model opens no blocks itself."""
+
+    def modes(self, step):
+        return lambda row, turn: ("think", "latent")[(row + turn) % 2]
 
 
 def test_the_trainer_is_rewarded_with_the_frozen_models_scores(random_model, tmp_path, monkeypatch):
-    ours, seen = trainer(random_model, tmp_path), {}
-    alternate = ("think", "latent")  # forced everywhere: a random model opens no blocks itself
-    monkeypatch.setattr(
-        module, "mode_plan", lambda config, step: lambda row, turn: alternate[(row + turn) % 2]
+    strategy, seen = logprob_grpo(MIXTURE, CONFIG), {}
+    strategy = replace(strategy, sampler=Alternating(2, 3))
+    questions = training_questions(4, worlds=1, seed=0), validation_questions(2)
+    ours = ARGRPO(
+        *random_model(),
+        SearchEnvironment(),
+        *questions,
+        CONFIG,
+        strategy,
+        folder=tmp_path,
+        max_turns=2,
+        max_new_tokens=24,
     )
     monkeypatch.setattr(
-        module,
-        "token_advantages",
-        lambda s, n, rewards, *_: seen.update(rewards=rewards) or ([], []),
+        GroupCredit, "advantages", lambda self, s, n, rewards, *_: seen.update(rewards=rewards)
     )
-    monkeypatch.setattr(
-        module, "trained_rows", lambda rewards, groups, config: [False] * len(rewards)
-    )
+    monkeypatch.setattr(Alternating, "kept", lambda self, rewards, groups: [False] * len(rewards))
     row = ours.step()
     trajectories, groups = ours.rollouts(1)
     scores = [score.value for score in LogProbScorer(*random_model()).score(trajectories)]
     assert any(len(t.latents) for t in trajectories) and len(set(scores)) > 2
     assert seen["rewards"] == pytest.approx(
-        mixed_rewards(scores, [t.correct for t in trajectories], groups, LogProbReward(0.5))
+        mixed_rewards(scores, [t.correct for t in trajectories], groups, MIXTURE)
     )
     assert row["score"] == pytest.approx(np.mean(scores), abs=1e-5)
     monkeypatch.undo()
     assert ours.step()["trained_share"] == 1 and 0 <= ours.validate()["validation_reward"] <= 1
 
 
-def test_the_trainer_takes_a_servers_scores_for_its_own(random_model, tmp_path, served):
-    rows = [
-        trainer(random_model, tmp_path / name, logprob_reward=LogProbReward(0.5, url=url)).step()
-        for name, url in (("own", ""), ("server", served[0]))
-    ]
-    del rows[0]["seconds"], rows[1]["seconds"]
-    assert rows[0] == pytest.approx(rows[1], nan_ok=True, abs=1e-5)
-
-
-@pytest.fixture(scope="module")
-def served(scorer):
-    """(url, sizes of the batches) of a running server; its model takes 30 ms longer than it needs."""
-    sizes, score_cases = [], LogProbScorer.score_cases.__get__(scorer)
-
-    def slower(cases):
-        sizes.append(len(cases))
-        time.sleep(0.03)
-        if any("explode" in case.golds for case in cases):
-            raise RuntimeError("the model is gone")
-        return score_cases(cases)
-
-    slow = LogProbScorer(scorer.model, scorer.codec.tokenizer)
-    slow.score_cases = slower
-    with running(slow) as url:
-        yield url, sizes
-
-
-class running:
-    def __init__(self, scorer):
-        self.server = uvicorn.Server(
-            uvicorn.Config(create_app(scorer), port=0, log_level="warning")
-        )
-        self.thread = threading.Thread(target=self.server.run)
-
-    def __enter__(self) -> str:
-        self.thread.start()
-        deadline = time.monotonic() + 30
-        while not self.server.started:
-            assert time.monotonic() < deadline and self.thread.is_alive(), (
-                "the server did not start"
-            )
-            time.sleep(0.01)
-        return f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}"
-
-    def stop(self) -> None:
-        self.server.should_exit = True
-
-    def __exit__(self, *exception) -> None:
-        self.stop()
-        self.thread.join(timeout=30)
-        assert not self.thread.is_alive()
-
-
-def post(url, path, body):
-    session = requests.Session()
-    session.trust_env = False
-    content = (
-        {"data": body, "headers": {"Content-Type": "application/json"}}
-        if isinstance(body, bytes)
-        else {"json": body}
-    )
-    return session.post(url + path, timeout=30, **content)
-
-
-def as_text(codec, trajectory) -> dict:
-    prompt = len(codec.prompt(trajectory.question.text))
-    return {
-        "question": trajectory.question.text,
-        "response": codec.text(trajectory.ids[prompt:]),
-        "golds": ["Peru"],
-    }
-
-
-BAD = [  # body of /score → (status, words of the answer)
-    (b"{", 422, "json"),
-    (b'{"question": "\\ud800", "response": "", "golds": []}', 422, "question"),
-    ({"question": "Where?", "golds": ["Peru"]}, 422, "response"),
-    ({"question": "Where?", "response": "x", "golds": "Peru"}, 422, "golds"),
-    ({"question": "Where?", "response": "x", "golds": ["Peru"], "gold": "x"}, 422, "gold"),
-    (
-        {"question": "Where?", "response": "<latent>••••</latent>", "golds": ["Peru"]},
-        422,
-        "send the record",
-    ),
-    ({"ids": [5, 10**9], "golds": ["Peru"]}, 422, "1000000000 is no token"),
-    ({"ids": [5, -1], "golds": ["Peru"]}, 422, "-1 is no token"),
-    ({"ids": [], "golds": ["Peru"]}, 422, "ids"),
-    (
-        {"ids": [5], "latents": [[0.0] * 64], "golds": ["Peru"]},
-        422,
-        "1 vectors for 0 latent positions",
-    ),
-    (b'{"ids": [5], "latents": [[NaN]], "golds": ["Peru"]}', 422, "finite"),
-    ([], 422, "body"),
-]
-
-
-def test_a_hundred_concurrent_requests_bad_ones_among_them_get_their_own_answers(scorer, served):
-    url, sizes = served
-    codec, jobs = scorer.codec, []
-    for n in range(100):
-        trajectory = recorded(codec, MODES[n % len(MODES)], seed=n, golds=("Peru", f"{n}"))
-        expected = scorer.score([trajectory])[0] if n % 5 else None
-        jobs.append((trajectory, expected, BAD[n // 5 % len(BAD)]))
-    sizes.clear()
-
-    def ask(job):
-        trajectory, expected, (body, _, _) = job
-        return (
-            post(url, "/score", body)
-            if expected is None
-            else HTTPScorer(url, codec).score([trajectory])[0]
-        )
-
-    with ThreadPoolExecutor(100) as pool:
-        answers = list(pool.map(ask, jobs))
-    for (_, expected, (_, status, words)), answer in zip(jobs, answers, strict=True):
-        if expected is None:
-            assert answer.status_code == status and words in answer.text.lower().replace(
-                "\\u2022", "•"
-            ), answer.text
-            assert all(set(found) == {"loc", "msg", "type"} for found in answer.json()["detail"])
-        else:
-            assert answer.gold == expected.gold and answer.value == pytest.approx(
-                expected.value, abs=1e-5
-            )
-    assert sum(sizes) == 80 and len(sizes) < 40, "requests that arrive together should share calls"
-
-
-def test_a_text_scores_what_its_record_scores(scorer, served):
-    url, _ = served
-    trajectories = [recorded(scorer.codec, ("think",) * n, seed=n) for n in (1, 2, 3)]
-    answer = post(
-        url, "/score_batch", {"cases": [as_text(scorer.codec, t) for t in trajectories]}
-    ).json()["scores"]
-    assert [found["score"] for found in answer] == pytest.approx(
-        [s.value for s in scorer.score(trajectories)], abs=1e-5
-    )
-    body = as_text(scorer.codec, trajectories[0])
-    unclosed = body | {"response": "\n\n<think>Lima is in"}
-    assert post(url, "/score", unclosed).json() == {
-        "score": OPEN,
-        "gold": "",
-        "problem": "the reasoning never closes",
-    }
-    assert post(url, "/score", body | {"golds": [""]}).json()["score"] == INVALID
-    assert post(url, "/score_batch", {"cases": []}).json() == {"scores": []}
-
-
-def test_one_bad_case_of_a_batch_is_named_by_its_place(served):
-    good = {"ids": [5, 6], "golds": ["Peru"]}
-    answer = post(
-        served[0], "/score_batch", {"cases": [good, good, {"ids": [10**9], "golds": ["Peru"]}]}
-    )
-    assert answer.status_code == 422 and answer.json()["detail"][0]["loc"] == [
-        "body",
-        "cases",
-        2,
-        "record",
-        "ids",
-    ]
-
-
-def test_health_names_the_model(scorer, served):
-    assert HTTPScorer(served[0], scorer.codec).health() == {
-        "status": "ok",
-        "model_type": "latent_qwen2",
-        "hidden_size": 64,
-        "num_latent": 4,
-        "positions": 2048,
-    }
-
-
-def test_a_failing_model_is_a_500_with_its_cause_never_a_score(scorer, served):
-    client = HTTPScorer(served[0], scorer.codec, retries=1, backoff=0.01)
-    with pytest.raises(
-        ScorerError, match="status 500: .*the model is gone.*2 attempts(.|\n)*logprob.server FOLDER"
-    ):
-        client.score([recorded(scorer.codec, ("think",), golds=("explode",))])
-    assert client.score([recorded(scorer.codec, ("think",))])[0].value < 0
-
-
-def test_requests_under_way_are_answered_before_the_server_ends(scorer):
-    slow = LogProbScorer(scorer.model, scorer.codec.tokenizer)
-    entered = threading.Event()
-    slow.score_cases = lambda cases: entered.set() or time.sleep(0.5) or scorer.score_cases(cases)
-    trajectory, server = recorded(scorer.codec, ("latent",)), running(slow)
-    with server as url, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(HTTPScorer(url, scorer.codec, retries=0).score, [trajectory])
-        assert entered.wait(20)
-        server.stop()
-        assert asked.result(20)[0].value == pytest.approx(
-            scorer.score([trajectory])[0].value, abs=1e-5
-        )
-    with pytest.raises(ScorerError, match="no connection"):
-        HTTPScorer(url, scorer.codec, retries=0).health()
+def test_exact_match_alone_needs_no_scorer(scorer):
+    alone = LogProbReward(0.0)
+    assert alone.scorer(scorer.model, scorer.codec.tokenizer, scorer.form) is None

@@ -2,7 +2,7 @@
 resume."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,10 +11,20 @@ import torch
 from alar.domains.search.environment import SearchEnvironment
 from alar.domains.search.questions import training_questions, validation_questions
 from alar.records import Origin
-from alar.rl import rollouts
 from alar.rl import trainer as module
-from alar.rl.rollouts import Summary, explores, mode_plan, outcomes_of, token_advantages
-from alar.rl.trainer import ARGRPO, RLConfig, make_batch, token_logprobs
+from alar.rl.config import RLConfig
+from alar.rl.strategy import (
+    ClippedLoss,
+    ExploringSampler,
+    GroupCredit,
+    Reward,
+    Sampler,
+    Strategy,
+    TurnCredit,
+    ar_grpo,
+)
+from alar.rl.summary import TrajectorySummary, outcomes_of
+from alar.rl.trainer import ARGRPO, make_batch, token_logprobs
 from alar.rollout.modes import block_start
 
 CONFIG = RLConfig(
@@ -22,26 +32,52 @@ CONFIG = RLConfig(
     prompts_per_step=3,
     group_size=4,
     learning_rate=1e-3,
-    max_turns=3,
-    max_new_tokens=20,
+    schedule="constant",
+    warmup_ratio=0.0,
+    kl_coefficient=1e-3,
+    alpha=0.3,
     length_tolerance=100.0,
-    trainable="full",
+    norm_adv_by_std=True,
+    explore_fraction=0.5,
+    mode_weight=1.0,
+    mode_baseline=0.0,
     validation_every=2,
     checkpoint_every=1,
     gradient_accumulation=2,
 )
 
 
-def make(random_model, folder, **changes) -> ARGRPO:
+def changed(**changes) -> RLConfig:
+    return RLConfig(**CONFIG.model_dump() | changes)
+
+
+@dataclass(frozen=True)
+class Given(Reward):
+    """The n-th trajectory's reward is the n-th of `values`, which begin anew after the last."""
+
+    values: tuple[float, ...]
+
+    def rewards(self, summaries, groups, step, total_steps):
+        return [self.values[n % len(self.values)] for n in range(len(summaries))]
+
+
+def make(random_model, folder, *, reward=None, **changes) -> ARGRPO:
     model, tokenizer = random_model()
+    config = changed(**changes)
+    strategy = ar_grpo(config)
+    if reward is not None:
+        strategy = replace(strategy, reward=reward)
     return ARGRPO(
         model,
         tokenizer,
         SearchEnvironment(),
         training_questions(12, worlds=2, seed=0),
         validation_questions(4),
-        replace(CONFIG, **changes),
+        config,
+        strategy,
         folder=folder,
+        max_turns=3,
+        max_new_tokens=20,
     )
 
 
@@ -74,37 +110,28 @@ def test_a_part_of_each_group_explores_and_the_rest_is_free(rolled):
 
 
 def test_an_explorer_draws_one_turn_and_a_fair_mode_for_it():
-    plan, drawn = mode_plan(replace(CONFIG, group_size=8, explore_fraction=0.75), 7), Counter()
+    sampler, drawn = ExploringSampler(3, 8, explore_fraction=0.75), Counter()
+    plan = sampler.modes(7)
     for row in range(8000):
         forced = [(turn, plan(row, turn)) for turn in range(40) if plan(row, turn) != "free"]
-        assert (
-            len(forced)
-            == (row % 8 >= 2)
-            == explores(replace(CONFIG, group_size=8, explore_fraction=0.75), row)
-        )
+        assert len(forced) == (row % 8 >= 2) == sampler.explores(row)
         drawn.update(forced)
     for turn in range(4):
         for mode in ("think", "latent"):
             expected = 6000 * 0.5 ** (turn + 1) / 2
             assert abs(drawn[turn, mode] - expected) <= 4 * expected**0.5
-    assert any(plan(row, 0) != mode_plan(CONFIG, 8)(row, 0) for row in range(4, 8000, 8))
+    assert any(plan(row, 0) != sampler.modes(8)(row, 0) for row in range(4, 8000, 8))
 
 
 def test_credit_per_turn_falls_on_sampled_open_tags_only(rolled):
     trainer, trajectories, groups = rolled
     codec = trainer.engine.codec
     rewards = np.random.default_rng(0).normal(size=len(trajectories)).tolist()
-    summaries, lengths = (
-        [Summary.of(t, codec) for t in trajectories],
-        [len(t.ids) for t in trajectories],
-    )
-    turn, whole = token_advantages(
-        summaries, lengths, rewards, groups, replace(CONFIG, mode_weight=7.0), 1
-    )
-    flat, same = token_advantages(
-        summaries, lengths, rewards, groups, replace(CONFIG, credit="trajectory"), 1
-    )
-    assert whole == same
+    summaries = [TrajectorySummary.of(t, codec) for t in trajectories]
+    step = (summaries, [len(t.ids) for t in trajectories], rewards, groups, 1, 3)
+    turn = TurnCredit(mode_weight=7.0).advantages(*step)
+    flat = GroupCredit().advantages(*step)
+    whole = GroupCredit().of_trajectories(rewards, groups)
     for t, by_turn, plain, value in zip(trajectories, turn, flat, whole, strict=True):
         assert plain == [value] * len(t.ids)
         tags = set()
@@ -121,11 +148,12 @@ def test_credit_per_turn_falls_on_sampled_open_tags_only(rolled):
 def test_the_baseline_of_the_mode_credit_falls_to_nothing_by_the_last_step(step, share):
     modes = [(True, True), (True, False), (False, True), (False, False)]
     tags = ((4, 7), (9, 12))
-    blank = Summary(True, True, 1, 1, 10, 12, (), tags, (False, False), False)
+    blank = TrajectorySummary(True, True, 1, 1, 10, 12, (), tags, (False, False), False)
     summaries = [replace(blank, modes=own) for own in modes]
     rewards = [-0.9, -1.0, 0.1, 0.0]  # effects −1 and 0.1
-    config = replace(CONFIG, norm_adv_by_std=False, mode_weight=2.0, mode_baseline=1.0)
-    advantages, whole = token_advantages(summaries, [14] * 4, rewards, [0] * 4, config, step)
+    credit = TurnCredit(norm_by_std=False, mode_weight=2.0, mode_baseline=1.0)
+    advantages = credit.advantages(summaries, [14] * 4, rewards, [0] * 4, step, 3)
+    whole = credit.of_trajectories(rewards, [0] * 4)
     first, second = -1.0 + 0.45 * share, 0.1 + 0.45 * share
     for own, tokens, value in zip(modes, advantages, whole, strict=True):
         expected = [value] * 14
@@ -171,7 +199,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(random_model, tmp_path):
     whole_rows, rows = [], []
     whole = make(random_model, tmp_path / "whole").fit(whole_rows.append)
     first = make(random_model, tmp_path / "cut")
-    first.config = replace(CONFIG, steps=3)
 
     def stop_after_two(row):
         if row["step"] == 2:
@@ -194,12 +221,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(random_model, tmp_path):
 def test_groups_without_variance_carry_no_loss_under_the_filter(
     random_model, tmp_path, monkeypatch
 ):
-    trainer = make(random_model, tmp_path, kept_variance=0.9)
-    monkeypatch.setattr(
-        rollouts,
-        "shaped_rewards",
-        lambda outcomes, **_: [float(n % 4) if n < 4 else 1.0 for n in range(len(outcomes))],
-    )
+    varied = Given((0.0, 1.0, 2.0, 3.0) + (1.0,) * 8)
+    trainer = make(random_model, tmp_path, kept_variance=0.9, reward=varied)
     seen = []
     monkeypatch.setattr(
         trainer, "_update", lambda trajectories, advantages: seen.append(len(trajectories)) or {}
@@ -210,20 +233,18 @@ def test_groups_without_variance_carry_no_loss_under_the_filter(
         and row["zero_variance_share"] == pytest.approx(2 / 3)
         and row["trained_share"] == pytest.approx(1 / 3)
     )
-    monkeypatch.setattr(rollouts, "shaped_rewards", lambda outcomes, **_: [1.0] * len(outcomes))
+    trainer.strategy = replace(trainer.strategy, reward=Given((1.0,)))
     row = trainer.step()
     assert seen == [4] and row["trained_share"] == 0 and row["zero_variance_share"] == 1
 
 
-def test_the_projector_is_frozen_unless_asked_for(random_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        rollouts,
-        "shaped_rewards",
-        lambda outcomes, **_: [float(n % 3) for n in range(len(outcomes))],
-    )
+def test_the_projector_is_frozen_unless_asked_for(random_model, tmp_path):
     for train_projector in (False, True):
         trainer = make(
-            random_model, tmp_path / str(train_projector), train_projector=train_projector
+            random_model,
+            tmp_path / str(train_projector),
+            train_projector=train_projector,
+            reward=Given((0.0, 1.0, 2.0)),
         )
         before = {n: p.clone() for n, p in trainer.model.model.projector.named_parameters()}
         trainer.step()
@@ -243,7 +264,7 @@ def test_lora_trains_adapters_and_returns_a_plain_model(random_model, tmp_path):
 
 def test_outcomes_count_parsed_turns(rolled):
     trainer, trajectories, groups = rolled
-    summaries = [Summary.of(t, trainer.engine.codec) for t in trajectories]
+    summaries = [TrajectorySummary.of(t, trainer.engine.codec) for t in trajectories]
     for outcome, t in zip(outcomes_of(summaries, groups), trajectories, strict=True):
         assert outcome.n_latent + outcome.n_think <= len(t.turns)
         assert outcome.well_formed == (
@@ -260,8 +281,53 @@ def test_outcomes_count_parsed_turns(rolled):
         {"latents": "cached", "train_projector": True},
         {"trainable": "none"},
         {"kept_variance": 0.0},
+        {"explore_fraction": 0.1},
     ],
 )
-def test_settings_that_cannot_be_are_refused(change):
-    with pytest.raises(ValueError, match="rl\\."):
-        replace(CONFIG, **change)
+def test_settings_that_cannot_be_are_refused(random_model, tmp_path, change):
+    with pytest.raises(ValueError, match=next(reversed(change))):
+        make(random_model, tmp_path, **change)
+
+
+def test_another_method_in_the_same_folder_is_refused_and_named(random_model, tmp_path):
+    trainer = make(random_model, tmp_path)
+    trainer._checkpoint()
+    with pytest.raises(ValueError, match="reward"):
+        make(random_model, tmp_path, reward=Given((1.0,)))._resume(print)
+    with pytest.raises(ValueError, match="alpha"):
+        make(random_model, tmp_path, alpha=0.1)._resume(print)
+
+
+def test_the_parameters_choose_the_parts():
+    ours, published = ar_grpo(CONFIG, seed=4), ar_grpo(changed(credit="trajectory"))
+    assert type(ours.credit) is TurnCredit and type(published.credit) is GroupCredit
+    assert ours.sampler.seed == 4 and ours.sampler.group_size == CONFIG.group_size
+    assert ours.loss == ClippedLoss(CONFIG.clip_low, CONFIG.clip_high)
+    assert ours.reward.length_tolerance == CONFIG.length_tolerance
+
+
+def test_a_strategy_comes_back_from_its_classes_and_settings():
+    first = replace(ar_grpo(CONFIG, seed=2), reward=Given((1.0, 2.0)))
+    described = first.to_json()
+    assert described["reward"]["class"] == f"{__name__}:Given"
+    assert Strategy.from_json(described) == first
+
+
+def test_every_question_comes_once_per_epoch_whatever_step_a_training_goes_on_at():
+    asked, sampler = training_questions(7, worlds=1, seed=0), Sampler(3, 2, seed=5)
+    epoch = sampler.prompts(asked, 1) + sampler.prompts(asked, 2)
+    assert len({question.id for question in epoch}) == 6
+    assert sampler.prompts(asked, 3) == Sampler(3, 2, seed=5).prompts(asked, 3)
+    assert sampler.prompts(asked, 3) != epoch[:3]
+    with pytest.raises(ValueError, match="prompts_per_step"):
+        sampler.prompts(asked[:2], 1)
+
+
+def test_what_the_reference_writes_is_trained_on_where_the_sampler_says_so(random_model, tmp_path):
+    trainer = make(random_model, tmp_path)
+    assert trainer.writer is trainer.engine
+    config, strategy = CONFIG, ar_grpo(CONFIG)
+    strategy = replace(strategy, sampler=Sampler(2, 2, writer="reference"))
+    args = (trainer.environment, trainer.questions, [], config, strategy)
+    other = ARGRPO(*random_model(), *args, folder=tmp_path)
+    assert other.writer.model is other.reference

@@ -33,7 +33,7 @@ TOKENS = 16
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, tokenizer):
-    """(folder, model, codec) of a random latent model."""
+    """(folder, model, codec) of a random latent model, with heads of 32 as vLLM on a CPU wants."""
     folder = tmp_path_factory.mktemp("served")
     torch.manual_seed(1)
     base = Qwen2ForCausalLM(
@@ -103,11 +103,8 @@ def greedy(model, codec, ids, mode="free", tokens=TOKENS):
     module."""
     from alar.engines.vllm.turns import TurnOptions, open_turn
 
-    writer, ids, start = (
-        open_turn(codec, TurnOptions.of({"latent_mode": mode}), ids),
-        list(ids),
-        len(ids),
-    )
+    writer = open_turn(codec, TurnOptions(mode=mode), ids)
+    ids, start = list(ids), len(ids)
     while len(ids) - start < tokens or (writer and writer.forced()):
         due = writer.forced() if writer else None
         if due is None:
@@ -198,18 +195,14 @@ def test_a_streamed_answer_is_remembered_too(served):
         (
             "/v1/completions",
             {"prompt": "a", "vllm_xargs": {"latent_mode": "always"}},
-            "expected one of free",
+            "latent_mode",
         ),
         (
             "/v1/completions",
             {"prompt": "a", "temperature": 1, "top_k": 5, "vllm_xargs": {"latent_record": "r"}},
             "temperature and top_p only",
         ),
-        (
-            "/v1/completions",
-            {"prompt": "a", "vllm_xargs": {"latent_seed": "x"}},
-            "expected a whole number",
-        ),
+        ("/v1/completions", {"prompt": "a", "vllm_xargs": {"latent_seed": "x"}}, "latent_seed"),
         ("/v1/completions", {"prompt": "a", "use_beam_search": True, "n": 2}, "beam search"),
         (
             "/v1/chat/completions",

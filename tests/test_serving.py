@@ -99,7 +99,7 @@ def test_an_engine_is_kept_at_the_load_that_was_asked_for():
 
 @pytest.fixture
 def address():
-    """A server that answers with as many tokens as the prompt has, and fails for a prompt of one."""
+    """A server that answers with as many tokens as the prompt has; it fails for a single one."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alar import figures, protocol
+from alar.methods.dual.codec import DualCodec
 from alar.domains.search.environment import SearchEnvironment
 from alar.domains.search.questions import solved_questions
 from alar.domains.tool.protocol import TOOL
@@ -476,9 +477,9 @@ def test_every_sample_gets_one_ratio_and_the_remap_is_applied(codec, trajectorie
 
 
 def test_a_codec_of_mirrors_writes_the_thoughts_anew_at_every_ratio(tokenizer, trajectories, rows):
-    class Mirrors(Codec):
+    class Mirrors(DualCodec):
         def __init__(self, tokenizer):
-            super().__init__(tokenizer, dual=object())
+            super().__init__(tokenizer, dual=None)
 
         def think_turn(self, thought, action, argument, *, first):
             ids, origins = Codec(self.tokenizer).think_turn(thought, action, argument, first=first)

@@ -19,7 +19,7 @@ from alar.domains.tool.requests import bfcl_request, request_of
 from alar.model import embedded
 from alar.records import Origin, Trajectory
 from alar.rl.reward import shaped_rewards
-from alar.rl.rollouts import Summary, outcomes_of
+from alar.rl.summary import TrajectorySummary, outcomes_of
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Sampling, TurnOutput
 from alar.rollout.loop import run
@@ -251,7 +251,7 @@ def test_the_dense_judge_grades_the_rollouts_that_the_reward_sees(codec, environ
         assert [t.correct for t in rolled] == correct
         assert [t.grade for t in rolled] == (pytest.approx(grades) if judge is dense else grades)
         again = [Trajectory.from_json(json.loads(json.dumps(t.to_json()))) for t in rolled]
-        outcomes = outcomes_of([Summary.of(t, codec) for t in again], "gg")
+        outcomes = outcomes_of([TrajectorySummary.of(t, codec) for t in again], "gg")
         assert [o.grade for o in outcomes] == [t.grade for t in rolled]
         expected = [1.0, 0.3 / 1.5 if judge is dense else 0.0]
         assert shaped_rewards(outcomes, step=1, total_steps=1, variant="repaired") == pytest.approx(

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import signal
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import psutil
 import pyarrow.parquet as pq
@@ -25,11 +25,12 @@ from alar.engines import verl as package
 from alar.engines.verl import Job, VerlUnavailable
 from alar.engines.verl.data import read_prompts, write_prompts
 from alar.engines.verl.launch import JobFailed, train, verl_job
-from alar.engines.verl.settings import hydra_values
+from alar.engines.verl.settings import hydra_values, refuse_wrong
 from alar.files import read_jsonl
+from alar.methods.logprob import LogProbReward
 from alar.model import from_base, load, save
 from alar.rl.config import RLConfig
-from alar.rl.rollouts import prompts_of_step
+from alar.rl.strategy import Sampler, ar_grpo
 from alar.rl.trainer import ARGRPO
 
 needs_verl = pytest.mark.skipif(
@@ -38,10 +39,35 @@ needs_verl = pytest.mark.skipif(
 )
 
 RL = RLConfig(
-    steps=2, prompts_per_step=2, group_size=4, learning_rate=1e-3, warmup_ratio=0.5, schedule="linear", max_turns=4,
-    max_new_tokens=64, length_tolerance=40.0, kl_coefficient=0.1, mode_weight=2.0, validation_every=2, checkpoint_every=1,
-    gradient_accumulation=2, lora_rank=4, lora_alpha=8, select="last",
-)  # fmt: skip
+    steps=2,
+    prompts_per_step=2,
+    group_size=4,
+    learning_rate=1e-3,
+    warmup_ratio=0.5,
+    schedule="linear",
+    length_tolerance=40.0,
+    kl_coefficient=0.1,
+    mode_weight=2.0,
+    mode_baseline=0.0,
+    explore_fraction=0.5,
+    alpha=0.3,
+    norm_adv_by_std=True,
+    validation_every=2,
+    checkpoint_every=1,
+    gradient_accumulation=2,
+    lora_rank=4,
+    lora_alpha=8,
+)
+LIMITS = {"max_turns": 4, "max_new_tokens": 64}
+
+
+OURS = ar_grpo(RL)
+
+
+def changed(**changes) -> RLConfig:
+    return RLConfig(**RL.model_dump() | changes)
+
+
 PAIRS = {
     "full-recomputed": dict(trainable="full", latents="recomputed", train_projector=True),
     "lora-cached": dict(trainable="lora", latents="cached"),
@@ -74,7 +100,9 @@ def base(tmp_path_factory):
 
 def a_job(base, folder, questions, name) -> Job:
     asked, validation = questions
-    return verl_job(base, folder, asked, validation, replace(RL, **PAIRS[name]), environment={})
+    rl = changed(**PAIRS[name])
+    strategy = ar_grpo(rl)
+    return verl_job(base, folder, asked, validation, rl, strategy, environment={}, **LIMITS)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +155,7 @@ def test_a_job_resumed_from_step_1_equals_an_uninterrupted_one(
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     moved = {key for key in theirs if not torch.equal(start[key], theirs[key])}
     assert any("q_proj" in key for key in moved)
-    assert any("projector" in key for key in moved) == RL.__class__(**PAIRS[name]).train_projector
+    assert any("projector" in key for key in moved) == RLConfig(**PAIRS[name]).train_projector
 
 
 @needs_verl
@@ -148,7 +176,16 @@ def test_both_trainers_have_the_same_rollouts_and_make_the_same_updates(
     job, rows = uninterrupted("full-recomputed")
     expected = []
     model, tokenizer = load(base)
-    trainer = ARGRPO(model, tokenizer, SearchEnvironment(), *questions, job.rl, folder=tmp_path)
+    trainer = ARGRPO(
+        model,
+        tokenizer,
+        SearchEnvironment(),
+        *questions,
+        job.rl,
+        job.strategy,
+        folder=tmp_path,
+        **LIMITS,
+    )
     after = []  # each step, the weights
 
     def keep(row):
@@ -243,7 +280,7 @@ def test_a_killed_worker_ends_the_job_clearly_and_it_resumes(
 
 def test_prompts_come_back_from_the_parquet_file_in_the_order_of_the_steps(questions, tmp_path):
     asked, _ = questions
-    ordered = [q for step in (1, 2, 3, 4) for q in prompts_of_step(asked, RL, step)]
+    ordered = [q for step in (1, 2, 3, 4) for q in Sampler(2, 4).prompts(asked, step)]
     path = write_prompts(tmp_path / "prompts.parquet", ordered)
     assert read_prompts(path) == ordered and {q.id for q in ordered[:6]} == {q.id for q in asked}
     row = pq.read_table(path).to_pylist()[3]
@@ -260,8 +297,8 @@ def test_a_job_survives_its_file_and_reaches_verl_whole(base, questions, tmp_pat
     job = a_job(base, tmp_path, questions, "lora-cached")
     assert Job.read(job.save()) == job
     values = hydra_values(job)
-    assert values["alar"] == asdict(job)
-    assert values["actor_rollout_ref.model.override_config"]["alar"]["rl"] == asdict(job.rl)
+    assert Job.from_json(values["alar"]) == job
+    assert values["actor_rollout_ref.model.override_config"]["alar"]["rl"] == job.rl.model_dump()
     assert (
         values["actor_rollout_ref.model.lora_rank"] == 4
         and values["actor_rollout_ref.actor.kl_loss_coef"] == 0.1
@@ -272,13 +309,25 @@ def test_a_job_survives_its_file_and_reaches_verl_whole(base, questions, tmp_pat
     "changes, message",
     [
         ({"rollout": "vllm"}, "rollout 'vllm'"),
-        ({"rollout": "alar_hf", "tensor_parallel": 2}, "tensor_parallel to 1"),
+        ({"rollout": "alar_hf", "rl": changed(tensor_parallel=2)}, "tensor_parallel to 1"),
+        ({"strategy": replace(OURS, reward=LogProbReward())}, "rl.trainer to single"),
+        ({"strategy": replace(OURS, sampler=Sampler(2, 4, writer="reference"))}, "rl.trainer"),
         ({"rollout": "alar_vllm"}, "needs GPUs"),
     ],
 )
 def test_jobs_that_cannot_be_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        Job(model="", folder="", prompts="", validation="", rl=RL, **changes)
+        Job(
+            **{
+                "model": "",
+                "folder": "",
+                "prompts": "",
+                "validation": "",
+                "rl": RL,
+                "strategy": OURS,
+            }
+            | changes
+        )
 
 
 @needs_verl
@@ -298,14 +347,12 @@ def test_jobs_that_cannot_be_are_refused(changes, message):
 )
 def test_what_verl_would_compute_wrongly_is_refused_with_the_remedy(key, value, remedy):
     omegaconf = pytest.importorskip("omegaconf")
-    from alar.engines.verl.settings import check
-
-    job = Job(model="", folder="x", prompts="", validation="", rl=RL)
+    job = Job(model="", folder="x", prompts="", validation="", rl=RL, strategy=OURS)
     config = omegaconf.OmegaConf.create()
     for name, given in (hydra_values(job) | {key: value}).items():
         omegaconf.OmegaConf.update(config, name, given, force_add=True)
     with pytest.raises(ValueError, match=remedy):
-        check(config)
+        refuse_wrong(config)
 
 
 def test_a_folder_of_another_job_is_refused(base, questions, tmp_path, monkeypatch):
@@ -314,7 +361,9 @@ def test_a_folder_of_another_job_is_refused(base, questions, tmp_path, monkeypat
     job.save()
     job.state.mkdir()
     with pytest.raises(ValueError, match="another rl"):
-        train(replace(job, rl=replace(job.rl, learning_rate=0.5)))
+        train(replace(job, rl=changed(**PAIRS["lora-cached"], learning_rate=0.5)))
+    with pytest.raises(ValueError, match="another strategy"):
+        train(replace(job, strategy=ar_grpo(job.rl, seed=1)))
 
 
 def test_without_verl_the_error_names_the_command_that_installs_it(

@@ -17,13 +17,12 @@ from alar.domains.search.environment import SearchEnvironment
 from alar.domains.search.questions import training_questions
 from alar.engines.verl.vllm import ServedEngine, replay
 from alar.records import Origin
-from alar.rl.config import RLConfig
-from alar.rl.rollouts import mode_plan
+from alar.rl.strategy import ExploringSampler
 from alar.rollout.engine import Sampling, TurnRequest
 from alar.rollout.hf import HFEngine
 from alar.rollout.loop import run
 
-CONFIG = RLConfig(group_size=4, explore_fraction=0.5)
+SAMPLER = ExploringSampler(2, 4, explore_fraction=0.5)
 
 
 class Client:
@@ -80,10 +79,10 @@ def loop():
 def test_trajectories_equal_those_of_the_in_process_engine(random_model, loop):
     model, tokenizer = random_model()
     questions = [
-        q for q in training_questions(2, worlds=1, seed=0) for _ in range(CONFIG.group_size)
+        q for q in training_questions(2, worlds=1, seed=0) for _ in range(SAMPLER.group_size)
     ]
     sampling = Sampling(24, 1.0)
-    common = dict(modes=mode_plan(CONFIG, 1), max_turns=3, seed=7, first_row=4)
+    common = dict(modes=SAMPLER.modes(1), max_turns=3, seed=7, first_row=4)
     local = HFEngine(model, tokenizer)
     expected = run(questions, local, SearchEnvironment(), sampling, **common)
     served = ServedEngine(Client(model, tokenizer), local.codec, loop)

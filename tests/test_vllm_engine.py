@@ -20,14 +20,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from alar.domains.search.environment import SearchEnvironment
 from alar.domains.search.questions import validation_questions
 from alar.domains.tool import questions as tool_questions
 from alar.domains.tool.environment import ToolEnvironment
 from alar.engines.vllm.checks import INSTALL, TESTED_VLLM, vllm_version
-from alar.methods.dual.build import build
+from alar.methods.dual.build import build_dual
 from alar.model import embedded, from_base, load, load_base, save
 from alar.records import Origin
 from alar.rollout.codec import Codec
@@ -129,7 +137,11 @@ def checkpoint(tmp_path_factory, tokenizer):
 
     @lru_cache
     def make(family="qwen2", num_latent=4, seed=1, projector_kind="mlp", **sizes):
-        kinds = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+        kinds = {
+            "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+            "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+            "llama": (LlamaConfig, LlamaForCausalLM),
+        }
         config_class, model_class = kinds[family]
         torch.manual_seed(seed)
         small = dict(
@@ -419,6 +431,12 @@ def test_three_turns_equal_decoding_one_token_at_a_time(
         assert bench.preemptions() >= 4
 
 
+def test_a_third_family_equals_decoding_one_token_at_a_time(bench, checkpoint):
+    folder, model, codec = checkpoint("llama", 4)
+    bench.start(folder, **SETTINGS["chunks"])
+    assert three_turns(bench, model, codec) <= 1
+
+
 def test_the_block_may_stand_at_every_offset_of_a_kv_block(bench, checkpoint):
     folder, model, codec = checkpoint("qwen3", 4)
     bench.start(folder)
@@ -465,7 +483,7 @@ def test_sampled_turns_are_those_of_the_in_process_engine(bench, checkpoint):
 
 def test_a_dual_vocabulary_is_constrained_as_in_the_in_process_engine(bench, checkpoint, tmp_path):
     base = checkpoint("qwen2", 4)[0].parent / "base"
-    dual = build(base, tmp_path / "dual", think_missing="literal", think_end_bias=2.0)
+    dual = build_dual(base, tmp_path / "dual", think_missing="literal", think_end_bias=2.0)
     model, tokenizer = load(tmp_path / "dual")
     inside = HFEngine(model, tokenizer)
     bench.start(tmp_path / "dual")
@@ -696,7 +714,7 @@ def test_the_latent_id_is_never_sampled_and_has_no_probability(bench, checkpoint
 def test_a_start_without_the_scheduler_or_the_forcing_is_refused(
     bench, checkpoint, arguments, message
 ):
-    with pytest.raises(Refused, match=rf"(?s)EngineRefused.*{message}.*alar\.serve"):
+    with pytest.raises(Refused, match=rf"(?s)EngineRefused.*{message}.*alar\.engines\.serve"):
         bench.start_plain(str(checkpoint()[0]), **arguments)
 
 

@@ -18,11 +18,26 @@ def rl_config(trainable: str, latents: str):
     from alar.rl.config import RLConfig
 
     return RLConfig(
-        steps=4, prompts_per_step=PROMPTS, group_size=GROUP, learning_rate=0.5, schedule="linear", max_turns=2,
-        max_new_tokens=20, length_tolerance=100.0, kl_coefficient=0.3, mode_weight=3.0, explore_fraction=1.0,
-        trainable=trainable, latents=latents,
-        train_projector=latents == "recomputed", gradient_accumulation=2, lora_rank=4, lora_alpha=8, validation_every=0,
-    )  # fmt: skip
+        steps=4,
+        prompts_per_step=PROMPTS,
+        group_size=GROUP,
+        learning_rate=0.5,
+        schedule="linear",
+        warmup_ratio=0.0,
+        length_tolerance=100.0,
+        kl_coefficient=0.3,
+        mode_weight=3.0,
+        mode_baseline=0.0,
+        explore_fraction=1.0,
+        norm_adv_by_std=True,
+        trainable=trainable,
+        latents=latents,
+        train_projector=latents == "recomputed",
+        gradient_accumulation=2,
+        lora_rank=4,
+        lora_alpha=8,
+        validation_every=0,
+    )
 
 
 def single_process(model_folder: str, folder: Path, config):
@@ -32,12 +47,25 @@ def single_process(model_folder: str, folder: Path, config):
     from alar.domains.search.environment import SearchEnvironment
     from alar.domains.search.questions import training_questions
     from alar.model import load
-    from alar.rl.rollouts import Summary, token_advantages
+    from alar.rl.strategy import ar_grpo
+    from alar.rl.summary import TrajectorySummary
     from alar.rl.trainer import ARGRPO
 
     model, tokenizer = load(model_folder)
     questions = training_questions(PROMPTS * 2, worlds=1, seed=0)
-    trainer = ARGRPO(model, tokenizer, SearchEnvironment(), questions, [], config, folder=folder)
+    strategy = ar_grpo(config)
+    trainer = ARGRPO(
+        model,
+        tokenizer,
+        SearchEnvironment(),
+        questions,
+        [],
+        config,
+        strategy,
+        folder=folder,
+        max_turns=2,
+        max_new_tokens=20,
+    )
     trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():  # away from the reference, so that the KL has a gradient
@@ -50,10 +78,9 @@ def single_process(model_folder: str, folder: Path, config):
     rewards = [
         float((i * 7) % 5) for i in range(len(trajectories))
     ]  # a random model answers nothing
-    summaries = [Summary.of(t, trainer.engine.codec) for t in trajectories]
-    advantages, _ = token_advantages(
-        summaries, [len(t.ids) for t in trajectories], rewards, groups, config, STEP
-    )
+    summaries = [TrajectorySummary.of(t, trainer.engine.codec) for t in trajectories]
+    lengths = [len(t.ids) for t in trajectories]
+    advantages = strategy.credit.advantages(summaries, lengths, rewards, groups, STEP, config.steps)
     details = trainer._update(trajectories, advantages)
     return trainer, trajectories, advantages, before, details
 
@@ -62,11 +89,22 @@ def verl_worker(model_folder: str, folder: Path, config):
     """verl's worker with the actor engine that the settings of a job ask for, but with plain SGD."""
     from alar.engines.verl.settings import Job, compose
     from alar.engines.verl.worker import LatentActorRolloutRefWorker
+    from alar.rl.strategy import ar_grpo
 
     job = Job(
-        model=model_folder, folder=str(folder), prompts="", validation="", rl=config,
-        overrides={"actor_rollout_ref.actor.optim.optimizer": "SGD", "actor_rollout_ref.actor.optim.total_training_steps": 4},
-    )  # fmt: skip
+        model=model_folder,
+        folder=str(folder),
+        prompts="",
+        validation="",
+        rl=config,
+        strategy=ar_grpo(config),
+        max_turns=2,
+        max_new_tokens=20,
+        overrides={
+            "actor_rollout_ref.actor.optim.optimizer": "SGD",
+            "actor_rollout_ref.actor.optim.total_training_steps": 4,
+        },
+    )
     worker = LatentActorRolloutRefWorker(config=compose(job).actor_rollout_ref, role="actor")
     worker.init_model()
     return worker
@@ -154,9 +192,15 @@ def compare(model_folder: str, folder: Path, trainable: str, latents: str) -> di
         engine.lr_scheduler_step()
     td = batch.clone()
     tu.assign_non_tensor(
-        td, temperature=1.0, calculate_entropy=False, global_batch_size=len(trajectories), mini_batch_size=len(trajectories),
-        epochs=1, seed=1, dataloader_kwargs={"shuffle": False},
-    )  # fmt: skip
+        td,
+        temperature=1.0,
+        calculate_entropy=False,
+        global_batch_size=len(trajectories),
+        mini_batch_size=len(trajectories),
+        epochs=1,
+        seed=1,
+        dataloader_kwargs={"shuffle": False},
+    )
     gradients = {}
     engine.optimizer.register_step_pre_hook(
         lambda *_: gradients.update(
@@ -207,20 +251,31 @@ def _number(value):
 def main(model_folder: str, out: str) -> None:
     from alar.engines.verl.settings import Job, environment_variables
     from alar.rl.config import RLConfig
+    from alar.rl.strategy import ar_grpo
 
-    nobody = Job(model="", folder="", prompts="", validation="", rl=RLConfig())
+    rl = RLConfig()
+    nobody = Job(model="", folder="", prompts="", validation="", rl=rl, strategy=ar_grpo(rl))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     os.environ |= environment_variables(nobody) | {
-        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "RAY_LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "DIST_INIT_METHOD": f"tcp://127.0.0.1:{port}",
-    }  # fmt: skip
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "RAY_LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "DIST_INIT_METHOD": f"tcp://127.0.0.1:{port}",
+    }
     import torch
 
     torch.set_num_threads(1)
-    results = {f"{trainable}-{latents}": compare(model_folder, Path(out) / f"{trainable}-{latents}", trainable, latents)
-               for trainable, latents in CASES}  # fmt: skip
+    results = {
+        f"{trainable}-{latents}": compare(
+            model_folder, Path(out) / f"{trainable}-{latents}", trainable, latents
+        )
+        for trainable, latents in CASES
+    }
     (Path(out) / "result.json").write_text(json.dumps(results, indent=1))
     torch.distributed.destroy_process_group()
 

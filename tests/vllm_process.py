@@ -1,9 +1,10 @@
 """Runs vLLM for the tests, in a process of its own: vLLM binds threads and keeps an engine's state
 for the process' life.
 
-    python vllm_process.py ADDRESS       a Unix socket; answers pickled (method, args, kwargs) with (ok, result)
+    python vllm_process.py ADDRESS
 
-The methods are those of `Bench`.
+ADDRESS is a Unix socket. Pickled (method, args, kwargs) are answered with (ok, result); the methods
+are those of `Bench`.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class Bench:
         ].num_cached_tokens
 
     def preempt_inside_blocks(self, every: int):
-        """From now on, preempt each request once when it stands at its `every`-th latent position."""
+        """From now on, preempt each request once, at its `every`-th latent position."""
         self.tampered()
         scheduler, latent = self.scheduler, self.engine.codec.latent_token_id
         schedule = scheduler.schedule
@@ -169,7 +170,8 @@ class Bench:
     def break_the_rows(self):
         """Lose the position of every kept hidden state."""
         self.tampered()
-        model = self.engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.get_model()
+        core = self.engine.llm.llm_engine.engine_core.engine_core
+        model = core.model_executor.driver_worker.get_model()
         remember = model._remember
 
         def forgetful(*args):

@@ -15,11 +15,10 @@ ENGINES = ("hf", "vllm")
 
 @contextmanager
 def opened_engine(folder: str | Path, kind: str = "hf", **arguments) -> Iterator[Engine]:
-    """The engine of a checkpoint folder, latent or not; vLLM's memory and processes are given back
-    at the end.
+    """The engine of a checkpoint folder, latent or not, which gives back what it holds at the end.
 
-    "hf" runs transformers in this process, "vllm" needs the engines set; both write the same turns.
-    `arguments` go to `VLLMEngine`. Raises ValueError for another kind and EngineRefused where vLLM
+    "hf" runs transformers in this process; "vllm" needs the engines set. Both write the same turns.
+    `arguments` go to `VLLMEngine`. Raises ValueError for another kind, and EngineRefused where vLLM
     is missing.
     """
     if kind == "hf":

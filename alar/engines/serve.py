@@ -2,12 +2,14 @@
 
     python -m alar.engines.serve FOLDER --port 8000 [any option of vLLM's server]
 
-Sets the scheduler class, the logits processor, the worker extension and the chat history;
+It sets the scheduler class, the logits processor, the worker extension and the chat history;
 everything else is vLLM's. A request chooses its mode with `vllm_xargs`: {"latent_mode": "free" |
 "latent" | "think" | "off"}, and asks for its z with {"latent_record": KEY}, to be fetched once from
 GET /v1/latents/KEY. The other options: `alar.engines.vllm.turns`.
 
-    with Server(FOLDER, log="server.log") as server:        the same from Python, as a process that ends with this one
+The same from Python, as a process that ends with this one:
+
+    with Server(FOLDER, log="server.log") as server:
         httpx.get(f"{server.address}/v1/models")
 """
 
@@ -21,9 +23,10 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
+
+import httpx
 
 from alar.engines.vllm.checks import (
     FORCER,
@@ -36,17 +39,12 @@ from alar.engines.vllm.checks import (
     stored_dtype,
 )
 
-MIDDLEWARE = f"{ROOM}.history.LatentHistory"
-OURS = (
-    "--model",
-    "--scheduler-cls",
-    "--logits-processors",
-    "--worker-extension-cls",
-    "--async-scheduling",
-    "--no-async-scheduling",
-)
-
-
+SET_HERE = {
+    "--scheduler-cls": SCHEDULERS[True],
+    "--logits-processors": FORCER,
+    "--worker-extension-cls": WORKER,
+}
+REFUSED = ("--model", "--async-scheduling", "--no-async-scheduling", *SET_HERE)
 WITH_PARENT = "--end-with-parent"  # ours, for `Server`; vLLM does not see it
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -55,8 +53,8 @@ class Server:
     """`python -m alar.engines.serve FOLDER OPTIONS` as a process of its own, answering once this
     object exists.
 
-    It ends when it is closed or this process ends, however that happens. `log` takes what it
-    prints. Raises EngineRefused with the end of the log if it stops before it answers, or does not
+    It ends when it is closed or this process ends, however that happens. What it prints goes to
+    `log`. Raises EngineRefused with the end of the log if it stops before it answers, or does not
     answer within `patience` seconds.
     """
 
@@ -68,20 +66,11 @@ class Server:
         environment: Mapping[str, str] = {},
         patience: float = 600,
     ):
-        with socket.socket() as free:
+        with socket.socket() as free:  # port 0: the system chooses one
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        command = [
-            sys.executable,
-            "-m",
-            "alar.engines.serve",
-            str(folder),
-            WITH_PARENT,
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-        ]
+        command = [sys.executable, "-m", "alar.engines.serve", str(folder), WITH_PARENT]
+        command += ["--host", "127.0.0.1", "--port", str(port)]
         self.address, self.log = f"http://127.0.0.1:{port}", Path(log)
         with self.log.open("w") as stream:
             self.process = subprocess.Popen(
@@ -89,7 +78,7 @@ class Server:
                 env={**os.environ, **environment},
                 stdout=stream,
                 stderr=stream,
-                start_new_session=True,
+                start_new_session=True,  # vLLM's workers then belong to one group
             )
         try:
             self._wait(time.monotonic() + patience)
@@ -115,9 +104,8 @@ class Server:
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.address}/health", timeout=5) as answer:
-                return answer.status == 200
-        except OSError:  # not listening yet, or not ready
+            return httpx.get(f"{self.address}/health", timeout=5).is_success
+        except httpx.TransportError:  # not listening yet, or not ready
             return False
 
     def close(self) -> None:
@@ -135,13 +123,13 @@ class Server:
 
 
 def server_arguments(argv: list[str]) -> list[str]:
-    """Arguments of vLLM's server for `FOLDER [options]`. Raises EngineRefused for options that are
-    set here."""
+    """Arguments of vLLM's server for `FOLDER [options]`. Raises EngineRefused for options that this
+    module sets."""
     if not argv or argv[0].startswith("-"):
         raise EngineRefused("usage: python -m alar.engines.serve FOLDER [options of vLLM's server]")
     folder, options = argv[0], argv[1:]
     for option in options:
-        if option.split("=")[0].replace("_", "-") in OURS:
+        if option.split("=")[0].replace("_", "-") in REFUSED:
             raise EngineRefused(
                 f"{option} is set by alar.engines.serve; latent blocks are exact with its value"
                 " only"
@@ -156,19 +144,10 @@ def server_arguments(argv: list[str]) -> list[str]:
             f"{folder}: an ordinary model; serve it with vLLM itself, or make it latent with"
             " alar.model.from_base"
         )
-    ours = [
-        "--model",
-        folder,
-        "--scheduler-cls",
-        SCHEDULERS[True],
-        "--async-scheduling",
-        "--logits-processors",
-        FORCER,
-        "--worker-extension-cls",
-        WORKER,
-        "--middleware",
-        MIDDLEWARE,
-    ]
+    ours = ["--model", folder, "--async-scheduling"]
+    for option, value in SET_HERE.items():
+        ours += [option, value]
+    ours += ["--middleware", f"{ROOM}.history.LatentHistory"]
     given = {option.split("=")[0] for option in options}
     for option, value in {"--generation-config": "vllm", "--dtype": stored_dtype(folder)}.items():
         if option not in given:
@@ -183,6 +162,7 @@ def main(argv: list[str] | None = None) -> None:
         arguments = list(sys.argv[1:] if argv is None else argv)
         if WITH_PARENT in arguments:
             arguments.remove(WITH_PARENT)
+            # Linux sends us this signal when the parent dies, even if that is killed.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         arguments = server_arguments(arguments)
     except EngineRefused as error:

@@ -1,87 +1,44 @@
-"""Rewards that shorten explicit reasoning: ShorterBetter, ThinkPrune and O1-Pruner
-(`RLConfig.length_reward`).
+"""Rewards that shorten explicit reasoning: ShorterBetter, ThinkPrune and O1-Pruner.
 
 For a rollout of a prompt, with c = 1 if its answer is correct else 0 and length ℓ:
 
-    ShorterBetter (2504.21370)   a·c − b·|ℓ − ℓ*|,     ℓ* = shortest correct ℓ of the group, else the group's mean
-    ThinkPrune    (2504.01296)   c if ℓ ≤ L else 0,    L shrinks from round to round, and the prompt states it
-    O1-Pruner     (2501.12570)   ℓ̄_ref/ℓ − 1 + λ·(c − c̄_ref),  means over K samples of the reference model
+    ShorterBetter (2504.21370)   a·c − b·|ℓ − ℓ*|,  ℓ* = shortest correct ℓ of the group, else its mean
+    ThinkPrune    (2504.01296)   c if ℓ ≤ L else 0,  L shrinks from round to round; the prompt states it
+    O1-Pruner     (2501.12570)   ℓ̄_ref/ℓ − 1 + λ·(c − c̄_ref),  means over K samples of the reference
 
 The papers' models answer in one turn. For agents ℓ is the number of tokens that the policy wrote in
-all turns, tags and actions included, observations excluded; an answer that comes within L tokens is
-one whose trajectory is no longer than L.
+all turns: tags and actions count, observations do not. An answer that comes within L tokens is one
+whose trajectory is no longer than L.
 
-ShorterBetter and ThinkPrune are rewards of GRPO: samples come from the policy, advantages are
-centred on the group. O1-Pruner is another objective: samples come from the *reference* model and
-pass PPO's clipped loss with the ratio π/π_ref, and the advantage is the reward itself, whose mean
-over the reference's samples is nearly 0 already. Without `reference` the single-process trainer
-does that: the K rollouts of a group, written by the reference, are also those that give its means.
-With `reference`, a file of means measured before, samples come from the policy (the only way under
-verl, whose rollout server holds the policy's weights); the ratio then starts at 1 and the clip
-hardly binds. Not the papers': rollouts beyond ThinkPrune's L are trained on to their end rather
-than cut; the ratio is the token's; dual clip bounds the loss at −3·A.
+ShorterBetter and ThinkPrune are rewards of GRPO: the policy writes the samples, and advantages are
+centred on the group. O1-Pruner is another objective: the *reference* model writes the samples, they
+pass PPO's clipped loss with the ratio π/π_ref, and the reward itself is the advantage. Its mean over
+the reference's samples is nearly 0 already. In one process, `length_grpo` does that: the K samples
+of a group are trained on and also give its means. With `reference`, a file of means measured before,
+the policy writes the samples. Under verl that is the only way, because its rollout server holds the
+policy's weights; the ratio then starts at 1 and the clip hardly binds.
+
+Not the papers': rollouts beyond ThinkPrune's L are trained on to their end rather than cut; the
+ratio is the token's; dual clip bounds the loss at −3·A.
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from alar.files import read_jsonl, write_jsonl
 from alar.protocol import Form, Prompted, Trusted
 from alar.records import Environment
+from alar.rl.config import RLConfig
+from alar.rl.strategy import Credit, Reward, Strategy, grpo
 from alar.rollout.loop import with_form
-
-KINDS = ("shorterbetter", "thinkprune", "o1pruner")
-
-
-@dataclass(frozen=True)
-class LengthReward:
-    """Which reward, and its settings as published; those of the other kinds are not used.
-
-    `correct_weight`, `length_weight`: ShorterBetter's a and b per token. `token_limit`:
-    ThinkPrune's L of this round, which `state_limit` puts into the prompt. `accuracy_weight`:
-    O1-Pruner's λ (published: 2 and 5); `reference`: see above.
-    """
-
-    kind: str
-    correct_weight: float = 2.0
-    length_weight: float = 1e-3
-    token_limit: int = 4000
-    state_limit: bool = True
-    accuracy_weight: float = 2.0
-    reference: str = ""
-
-    def __post_init__(self):
-        if self.kind not in KINDS:
-            raise ValueError(
-                f"length_reward.kind is {self.kind!r}: expected one of {', '.join(KINDS)}"
-            )
-        if self.token_limit < 1:
-            raise ValueError(
-                f"length_reward.token_limit is {self.token_limit}: it must be at least one token"
-            )
-        for name in ("correct_weight", "length_weight", "accuracy_weight"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(
-                    f"length_reward.{name} is {value}: it must be a number of at least 0"
-                )
-
-    @property
-    def off_policy(self) -> bool:
-        """Whether the rollouts are the reference model's."""
-        return self.kind == "o1pruner" and not self.reference
-
-    @property
-    def is_advantage(self) -> bool:
-        """Whether the reward itself is the advantage, without centring on the group."""
-        return self.kind == "o1pruner"
 
 
 @dataclass(frozen=True)
@@ -105,16 +62,6 @@ class Reference:
 
     length: float
     accuracy: float
-
-
-def length_rewards(samples: Sequence[Sample], settings: LengthReward) -> list[float]:
-    """The reward of every sample, in their order; groups may be mixed and of any size."""
-    if settings.kind == "shorterbetter":
-        return shorter_better(samples, settings.correct_weight, settings.length_weight)
-    if settings.kind == "thinkprune":
-        return think_prune(samples, settings.token_limit)
-    references = read_references(settings.reference) if settings.reference else None
-    return o1_pruner(samples, settings.accuracy_weight, references)
 
 
 def shorter_better(
@@ -217,12 +164,95 @@ def stated_limit(form: Form, limit: int) -> Form:
     return Prompted(form, prompt)
 
 
-def with_stated_limit(environment: Environment, settings: LengthReward | None) -> Environment:
-    """The environment as a policy under this reward is asked: with ThinkPrune's limit in the
-    prompt, otherwise as it is."""
-    if settings is None or settings.kind != "thinkprune" or not settings.state_limit:
-        return environment
-    return with_form(environment, stated_limit(environment.form, settings.token_limit))
+class LengthReward(Reward):
+    """There are no modes: `<latent>` is plain text. The last weights are returned, because greedy
+    validation has no other samples of its prompt to compare with."""
+
+    modes: ClassVar = "off"
+
+    @abstractmethod
+    def of_samples(self, samples: Sequence[Sample]) -> list[float]:
+        """The reward of every sample, in their order; groups may be mixed and of any size."""
+
+    def rewards(self, summaries, groups, step, total_steps):
+        return self.of_samples(
+            [
+                Sample(group, s.correct, s.generated_tokens, s.question)
+                for s, group in zip(summaries, groups, strict=True)
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class ShorterBetter(LengthReward):
+    """`correct_weight` is a, `length_weight` b per token."""
+
+    correct_weight: float = 2.0
+    length_weight: float = 1e-3
+
+    def __post_init__(self):
+        _refuse_negative(self, "correct_weight", "length_weight")
+
+    def of_samples(self, samples):
+        return shorter_better(samples, self.correct_weight, self.length_weight)
+
+
+@dataclass(frozen=True)
+class ThinkPrune(LengthReward):
+    """`token_limit` is L of this round; `state_limit` puts it into the prompt."""
+
+    token_limit: int = 4000
+    state_limit: bool = True
+
+    def __post_init__(self):
+        if self.token_limit < 1:
+            raise ValueError(f"token_limit is {self.token_limit}: it must be at least one token")
+
+    def of_samples(self, samples):
+        return think_prune(samples, self.token_limit)
+
+    def environment(self, environment: Environment) -> Environment:
+        if not self.state_limit:
+            return environment
+        return with_form(environment, stated_limit(environment.form, self.token_limit))
+
+
+@dataclass(frozen=True)
+class O1Pruner(LengthReward):
+    """`accuracy_weight` is λ (published: 2 and 5); `reference`: a file of `write_references`."""
+
+    accuracy_weight: float = 2.0
+    reference: str = ""
+
+    def __post_init__(self):
+        _refuse_negative(self, "accuracy_weight")
+
+    def of_samples(self, samples):
+        means = read_references(self.reference) if self.reference else None
+        return o1_pruner(samples, self.accuracy_weight, means)
+
+
+@dataclass(frozen=True)
+class RewardAsAdvantage(Credit):
+    """Every token carries its trajectory's reward, which is not centred on the group."""
+
+    def advantages(self, summaries, lengths, rewards, groups, step, total_steps):
+        return [[value] * length for value, length in zip(rewards, lengths, strict=True)]
+
+
+def length_grpo(reward: LengthReward, config: RLConfig, seed: int = 0) -> Strategy:
+    """What trains with a length reward, as published."""
+    if not isinstance(reward, O1Pruner):
+        return grpo(config, reward, seed)
+    writer = "policy" if reward.reference else "reference"
+    return replace(grpo(config, reward, seed, writer=writer), credit=RewardAsAdvantage())
+
+
+def _refuse_negative(settings: LengthReward, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} is {value}: it must be a number of at least 0")
 
 
 def _groups(samples: Sequence[Sample]) -> dict[Hashable, list[Sample]]:

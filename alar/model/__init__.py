@@ -1,21 +1,24 @@
-"""The latent model: projector, Qwen2/Qwen3 with latent blocks, checkpoints, the embedded base
-models.
+"""The latent model: the recurrence, the projector, the model families, checkpoints, and the
+embedded base models.
 
-Importing this package registers `latent_qwen2` and `latent_qwen3` with transformers' Auto classes.
+Start with `alar.model.recurrence`. Importing this package registers `latent_qwen2`, `latent_qwen3`
+and `latent_llama` with transformers' Auto classes.
 """
 
 from alar.model.checkpoints import embedded, from_base, load, load_base, resolve, save
-from alar.model.latent import (
-    LATENT_GRADIENTS,
+from alar.model.families import (
+    LatentLlamaConfig,
+    LatentLlamaForCausalLM,
     LatentQwen2Config,
     LatentQwen2ForCausalLM,
     LatentQwen3Config,
     LatentQwen3ForCausalLM,
-    LatentStates,
 )
+from alar.model.recurrence import LatentStates, plain_latent_states
 
 __all__ = [
-    "LATENT_GRADIENTS",
+    "LatentLlamaConfig",
+    "LatentLlamaForCausalLM",
     "LatentQwen2Config",
     "LatentQwen2ForCausalLM",
     "LatentQwen3Config",
@@ -25,6 +28,7 @@ __all__ = [
     "from_base",
     "load",
     "load_base",
+    "plain_latent_states",
     "resolve",
     "save",
 ]

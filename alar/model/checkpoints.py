@@ -20,19 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from alar import protocol
-from alar.methods.dual import vocabulary
-from alar.model.latent import (
-    LatentOptions,
-    LatentQwen2Config,
-    LatentQwen2ForCausalLM,
-    LatentQwen3Config,
-    LatentQwen3ForCausalLM,
-)
-
-FAMILIES = {
-    "qwen2": (LatentQwen2Config, LatentQwen2ForCausalLM),
-    "qwen3": (LatentQwen3Config, LatentQwen3ForCausalLM),
-}
+from alar.model.families import FAMILIES, LatentOptions
 
 
 def embedded(domain: str = "search") -> Path:
@@ -188,8 +176,6 @@ def save(model, tokenizer, folder: str | Path) -> Path:
     with _quiet():
         plain.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    if getattr(plain, "dual_vocab", None) is not None:
-        plain.dual_vocab.write(partial)
     _remove(folder)
     return partial.rename(folder)
 
@@ -222,8 +208,7 @@ def load(
     device: torch.device | str | None = None,
 ) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
     """(model, tokenizer) of a latent checkpoint folder or of an ordinary base, ready for inference
-    on `device` (`usual_device`). A folder with a dual vocabulary gives the model that as
-    `dual_vocab`; engines then decode under its constraint.
+    on `device` (`usual_device`).
 
     `dtype` is the trunk's ("auto": as stored); the projector is float32 whatever it is.
     `num_latent`, if given, must be the checkpoint's K. Raises FileNotFoundError or ValueError,
@@ -254,5 +239,4 @@ def load(
         raise ValueError(
             f"{folder}: the checkpoint has K = {found}, but K = {num_latent} was asked for"
         )
-    model.dual_vocab = vocabulary.find(folder)
     return model.eval().to(device or usual_device()), AutoTokenizer.from_pretrained(folder)

@@ -1,77 +1,55 @@
-"""Qwen2 and Qwen3 with latent blocks: one implementation for both.
+"""The latent model: a causal LM of transformers with a projector, trained on whole batches.
 
-A latent position (id `config.latent_token_id`) has no embedding of its own. Its input is z,
-computed from the hidden state just before it:
+What it computes stands in `alar.model.recurrence`, for one sequence. Here the same is computed for
+a batch in few calls of the trunk. Read it in this order:
 
-    z₁ = f(h₀), z_{k+1} = f(h_k),  h₀ at the last piece of `<latent>`
+    packing.py            a batch (B, T) → logical rows → a schedule: which tokens go in which call
+    latent.py             `latent_states` feeds the schedule; `_run_calls` is the loop over it
+    packed_attention.py   in each call: attention over the keys and values of earlier calls
 
-`latent_states` runs a batch call by call (`alar.model.packing`): the text of all rows up to their
-next block, then K latent steps for all rows at once, each call attending to what earlier calls
-stored (`alar.model.packed_attention`). Every real token passes through the trunk once and padding
-never does; the hidden states of the calls are the result, so z in training is the z of decoding.
-Gradient checkpointing changes none of that.
+Every real token passes through the trunk once, padding never does, and the hidden states of the
+calls are the result. So z in training is the z of decoding, with gradient checkpointing too.
 
-Under FSDP every call gathers weights from all ranks, forward and backward, so the ranks must make
-the same calls whatever blocks their rows have. They agree on the longest schedule, and a rank with
-a shorter one takes along a filler row, whose hidden states reach no loss.
+Under FSDP every call gathers weights from all ranks, forward and backward, so all ranks must make
+the same calls, whatever blocks their rows have. They agree on the longest schedule, and a rank with
+a shorter one adds a filler row, whose hidden states reach no loss.
 
-A third model family is one line, `family(its config, its causal LM)`, as at the end of this file:
-any decoder of transformers serves whose base model is `.model`, whose attention goes through
-`AttentionInterface` and whose layers all have full attention. List it in
-`alar.model.checkpoints.FAMILIES` for `from_base`.
+`alar.model.families` makes a class for each family of base models out of this mixin.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from alar.model.attention import attention_of
 from alar.model.packed_attention import PACKED, PackedCall, PackedPass, attention_kind
-from alar.model.packing import Packing, pack, pack_text, sequence_ids, with_filler
+from alar.model.packing import Packing, pack, sequence_ids, with_filler
 from alar.model.projector import PROJECTORS
-
-LATENT_GRADIENTS = ("published", "full", "projector_only")
-
-
-@dataclass
-class LatentStates:
-    """`hidden` (B, T, H): last hidden state, after the final norm, at every position. `latents` (N,
-    H): the z that was fed at each latent position, in row-major order."""
-
-    hidden: Tensor
-    latents: Tensor
+from alar.model.recurrence import LatentStates, reaches_state
 
 
 class LatentCausalLM:
-    """Mixin over a transformers causal LM: adds `model.projector`, `latent_states` and a
-    latent-aware `forward`."""
+    """Mixin over a transformers causal LM: adds `model.projector` and `latent_states`, and a
+    `forward` that knows latent positions."""
 
     _keep_in_fp32_modules_strict = ["projector"]
 
     def __init__(self, config):
         if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
             raise ValueError(
-                f"{config.model_type}: sliding-window layers are not supported, a block's z must"
-                " see all of its past; set use_sliding_window: false in the base model's"
-                " config.json if the contexts fit the window"
+                f"{config.model_type}: sliding-window layers are not supported, because z must see"
+                " the whole past of its block. If your contexts fit into the window, set"
+                " use_sliding_window: false in the base model's config.json"
             )
         super().__init__(config)
         self.model.projector = PROJECTORS[config.projector_kind](config)
@@ -86,97 +64,99 @@ class LatentCausalLM:
         latent_gradient: str = "published",
         latents: Float[Tensor, "N H"] | None = None,
     ) -> LatentStates:
-        """Hidden states of a batch whose latent positions hold the reserved id.
+        """Hidden states (B, T, H) and z (N, H) of a batch whose latent positions hold the reserved
+        id. Hidden states at padding are zero.
 
-        `attention_mask` marks real tokens, padding on either side; `segment_ids` tells sequences
-        that share a row apart (0 = padding), each of which starts at position 0 and sees itself
-        only. `latent_gradient`: "published" keeps h₀ attached and detaches later h; "full" attaches
-        all; "projector_only" detaches all. With `latents` given (row-major), nothing is recomputed:
-        they are fed as they are in one ordinary forward. Hidden states at padding are zero. Raises
-        ValueError for blocks that are not K long.
+        - `attention_mask` is 1 at real tokens; padding may stand on either side.
+        - `segment_ids` tells sequences in one row apart (0 = padding). Each of them starts at
+          position 0 and sees itself only.
+        - `latent_gradient`: see `alar.model.recurrence.reaches_state`.
+        - `latents`: z to feed as they are, in reading order, in one ordinary forward. Without them
+          z is computed.
+
+        Raises ValueError for blocks that are not K long.
         """
-        if latent_gradient not in LATENT_GRADIENTS:
-            raise ValueError(
-                f"latent_gradient {latent_gradient!r}: expected one of"
-                f" {', '.join(LATENT_GRADIENTS)}"
-            )
-        sequences = sequence_ids(input_ids, attention_mask, segment_ids)
-        config, (rows, width) = self.config, input_ids.shape
+        config, (num_rows, width) = self.config, input_ids.shape
+        attached = [reaches_state(latent_gradient, step) for step in range(config.num_latent)]
+        sequences = sequence_ids(input_ids, attention_mask, segment_ids)  # (B, T)
         if latents is None:
-            blocks = (config.latent_token_id, config.num_latent)
-            packing = pack(input_ids, sequences, *blocks)
-            own, calls = packing.num_latents, self._most_calls(len(packing.calls))
-            if calls > len(packing.calls):
-                input_ids, sequences = with_filler(input_ids, sequences, *blocks, calls)
-                packing = pack(input_ids, sequences, *blocks)
-        else:
-            packing = pack_text(sequences)
-        where = packing.where.to(input_ids.device)
-        embeddings = self.get_input_embeddings()(
-            input_ids.flatten()[where]
-        )  # (N, H), in the order of the calls
+            packing, num_latents, input_ids = self._schedule(input_ids, sequences)
+        else:  # no position has to wait for another one: all is text, in one call
+            packing = pack(input_ids, sequences, None, config.num_latent)
+        # From here on all N real tokens stand in one line, in the order of the calls.
+        where = packing.where.to(input_ids.device)  # (N,) places in the flattened grid
+        ids = input_ids.flatten()[where]  # (N,)
+        embeddings = self.get_input_embeddings()(ids)  # (N, H)
         if latents is not None:
-            embeddings = _placed(
-                embeddings, input_ids.flatten()[where] == config.latent_token_id, where, latents
-            )
-        hidden, fed = self._run(packing, embeddings, latent_gradient)
-        table = hidden.new_zeros(input_ids.numel(), hidden.shape[1]).index_copy(0, where, hidden)
+            embeddings = _with_given(embeddings, ids == config.latent_token_id, latents)
+        hidden, z = self._run_calls(packing, embeddings, attached)
+        grid = hidden.new_zeros(input_ids.numel(), hidden.shape[1])  # (B·T, H)
+        grid = grid.index_copy(0, where, hidden).view(*input_ids.shape, -1)
         if latents is None:
-            latents = fed[
-                packing.latent_places().argsort()[:own].to(fed.device)
-            ]  # without the filler row's, the last ones
-        return LatentStates(table.view(*input_ids.shape, -1)[:rows, :width], latents)
+            order = packing.latents_in_reading_order()[:num_latents]  # the filler row's come last
+            latents = z[order.to(z.device)]
+        return LatentStates(grid[:num_rows, :width], latents)
+
+    def _schedule(
+        self, input_ids: Int[Tensor, "B T"], sequences: Int[Tensor, "B T"]
+    ) -> tuple[Packing, int, Tensor]:
+        """The schedule, how many z the batch itself has, and the ids that the schedule is for: with
+        a filler row where another rank makes more calls."""
+        block = (self.config.latent_token_id, self.config.num_latent)
+        packing = pack(input_ids, sequences, *block)
+        num_latents, calls = packing.num_latents, self._most_calls(len(packing.calls))
+        if calls > len(packing.calls):
+            input_ids, sequences = with_filler(input_ids, sequences, *block, calls)
+            packing = pack(input_ids, sequences, *block)
+        return packing, num_latents, input_ids
 
     @property
     def _sharded(self) -> bool:
         return isinstance(self.model.layers[0], FSDPModule)
 
     def _most_calls(self, calls: int) -> int:
-        """The number of calls of the rank that has most, if the weights are sharded over the ranks."""
+        """How many calls the rank with the longest schedule makes, if the weights are sharded."""
         if not self._sharded:
             return calls
         most = torch.tensor(calls, device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)
 
-    def _run(
-        self, packing: Packing, embeddings: Tensor, latent_gradient: str
-    ) -> tuple[Tensor, Tensor]:
-        """Hidden states (N, H) of all tokens and z of the latent ones, both in the order of the
-        calls."""
+    def _run_calls(
+        self, packing: Packing, embeddings: Float[Tensor, "N H"], attached: list[bool]
+    ) -> tuple[Float[Tensor, "N H"], Float[Tensor, "M H"]]:
+        """Hidden states of all tokens and the z of the latent ones, both in the order of the calls.
+
+        `attached[k]` says whether the gradient of z_{k+1} goes on into h_k.
+        """
+        device = embeddings.device
         kind = attention_kind(self.config, embeddings)
-        shared = PackedPass(
-            packing, kind, checkpointed=self.training and self.is_gradient_checkpointing
-        )
-        pieces, fed = [embeddings[:0]], [embeddings[:0]]
-        try:
-            with attention_of(self.config, PACKED):
-                for call, inputs in zip(
-                    packing.calls, embeddings.split([call.tokens for call in packing.calls])
-                ):
-                    if call.step is not None:
-                        attached = latent_gradient == "full" or (
-                            latent_gradient == "published" and call.step == 0
-                        )
-                        state = pieces[-1][call.before.to(inputs.device)]  # (n, H)
-                        inputs = self.model.projector(
-                            state if attached else state.detach(), call.step
-                        )
-                        fed.append(inputs)
-                    pieces.append(
-                        self.model(
-                            inputs_embeds=inputs[None],
-                            position_ids=call.positions()[None].to(inputs.device),
-                            use_cache=False,
-                            packed=PackedCall(shared, call, inputs.device),
-                        ).last_hidden_state[0]
-                    )
-        finally:
-            shared.links.clear()  # they would tie the graph to itself
-        return torch.cat(pieces), torch.cat(fed)
+        checkpointed = self.training and self.is_gradient_checkpointing
+        hidden, latents = [embeddings[:0]], [embeddings[:0]]  # one (n, H) for each call
+        inputs_of_calls = embeddings.split([call.tokens for call in packing.calls])
+        previous = None
+        with attention_of(self.config, PACKED), PackedPass(packing, kind, checkpointed) as shared:
+            for call, inputs in zip(packing.calls, inputs_of_calls):  # inputs: (n, H)
+                if call.is_latent:
+                    # h_k of the rows 0 … n − 1, each at the end of its part of the previous call.
+                    last = previous.last_tokens()[: len(call.rows)].to(device)
+                    h = hidden[-1][last]  # (n, H)
+                    if not attached[call.step]:
+                        h = h.detach()
+                    inputs = self.model.projector(h, call.step)  # (n, H), z_{k+1}
+                    latents.append(inputs)
+                output = self.model(
+                    inputs_embeds=inputs[None],  # (1, n, H)
+                    position_ids=call.positions()[None].to(device),
+                    use_cache=False,
+                    packed=PackedCall(shared, call, device),
+                )
+                hidden.append(output.last_hidden_state[0])
+                previous = call
+        return torch.cat(hidden), torch.cat(latents)
 
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint):
-        """Non-reentrant checkpointing whose recomputation runs with the attention of its forward."""
+        """Non-reentrant checkpointing; what runs again runs with the attention of its forward."""
         if enable:
             options = getattr(gradient_checkpointing_func, "keywords", {})
             if options.get("use_reentrant", True):
@@ -189,8 +169,8 @@ class LatentCausalLM:
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
 
     def _checkpointed(self, checkpoint_function, layer_call, *inputs):
-        """One layer's call. Latent steps, K tokens per block, keep their activations: that costs
-        less than a second run."""
+        """One call of a layer. Latent steps keep their activations: a block has K tokens only, so
+        keeping them costs less than running it again."""
         packed = layer_call.keywords.get("packed")
         if packed is not None and not packed.checkpointed:
             return layer_call(*inputs)
@@ -213,9 +193,12 @@ class LatentCausalLM:
         latent_gradient="published",
         **kwargs,
     ):
-        """With `labels` the loss only, averaged over the labelled tokens (`num_items_in_batch` of
-        them, if given); without, logits (B, T, V). Plain text without labels goes through the base
-        class."""
+        """With `labels` only the loss: the mean over the labelled tokens, or their sum divided by
+        `num_items_in_batch` where that is given. Without, logits (B, T, V).
+
+        Text without labels, and a call that brings its own embeddings or cache (decoding), go
+        through the base class.
+        """
         plain = (
             labels is None
             and segment_ids is None
@@ -237,79 +220,31 @@ class LatentCausalLM:
             segment_ids=segment_ids,
             latents=latents,
             latent_gradient=latent_gradient,
-        ).hidden
+        ).hidden  # (B, T, H)
         if labels is None:
             return CausalLMOutputWithPast(logits=self.lm_head(hidden))
-        targets = labels[:, 1:]
+        targets = labels[:, 1:]  # (B, T - 1)
         scored = targets != -100
-        if (
-            segment_ids is not None
-        ):  # the first token of a sequence does not follow from the sequence before it
+        if segment_ids is not None:
+            # The first token of a sequence does not follow from the sequence before it.
             scored = scored & (segment_ids[:, 1:] == segment_ids[:, :-1])
         if not bool(scored.any()):
             raise ValueError("no token of this batch carries loss: the mean over none would be NaN")
-        loss = torch.nn.functional.cross_entropy(
-            self.lm_head(hidden[:, :-1][scored]).float(), targets[scored], reduction="sum"
-        )
+        logits = self.lm_head(hidden[:, :-1][scored])  # (S, V), of the scored positions only
+        loss = cross_entropy(logits.float(), targets[scored], reduction="sum")
         return CausalLMOutputWithPast(loss=loss / kwargs.get("num_items_in_batch", scored.sum()))
 
     def _has_latents(self, input_ids: Tensor | None) -> bool:
         return input_ids is not None and bool((input_ids == self.config.latent_token_id).any())
 
 
-def _placed(embeddings: Tensor, latent: Tensor, where: Tensor, latents: Tensor) -> Tensor:
-    """`embeddings` (N, H) with the given z, which are in reading order, at the `latent` (N,) ones."""
-    places = latent.nonzero()[:, 0]
+def _with_given(
+    embeddings: Float[Tensor, "N H"], is_latent: Bool[Tensor, " N"], latents: Float[Tensor, "M H"]
+) -> Float[Tensor, "N H"]:
+    """The embeddings with the given z at the latent positions, both in reading order."""
+    places = is_latent.nonzero()[:, 0]  # (M,)
     if len(places) != len(latents):
         raise ValueError(
             f"{len(latents)} latent vectors were given for {len(places)} latent positions"
         )
-    return embeddings.index_copy(0, places[where[places].argsort()], latents.to(embeddings.dtype))
-
-
-@dataclass(kw_only=True)
-class LatentOptions:
-    """What a latent config adds to its base: K, the reserved id, the tags and the projector's
-    options."""
-
-    num_latent: int = 4
-    latent_token_id: int | None = None
-    projector_kind: str = "mlp"
-    projector_size: int = 0
-    projector_dropout: float = 0.0
-    projector_layer_norm: bool = True
-    projector_residual: bool = False
-    projector_scale: str = "one"
-
-
-def family(base_config: type, base_model: type) -> tuple[type, type]:
-    """Config and model class of a latent family, registered with transformers' Auto classes."""
-    options = {
-        name: value
-        for name, value in vars(LatentOptions).items()
-        if name in LatentOptions.__annotations__
-    }
-    name = base_model.__name__.removesuffix("ForCausalLM")
-    config = type(
-        f"Latent{name}Config",
-        (base_config,),
-        {
-            "__module__": __name__,
-            "__doc__": LatentOptions.__doc__,
-            "__annotations__": dict(LatentOptions.__annotations__),
-            "model_type": f"latent_{base_config.model_type}",
-            **options,
-        },
-    )
-    model = type(
-        f"Latent{name}ForCausalLM",
-        (LatentCausalLM, base_model),
-        {"__module__": __name__, "__doc__": LatentCausalLM.__doc__, "config_class": config},
-    )
-    AutoConfig.register(config.model_type, config)
-    AutoModelForCausalLM.register(config, model)
-    return config, model
-
-
-LatentQwen2Config, LatentQwen2ForCausalLM = family(Qwen2Config, Qwen2ForCausalLM)
-LatentQwen3Config, LatentQwen3ForCausalLM = family(Qwen3Config, Qwen3ForCausalLM)
+    return embeddings.index_copy(0, places, latents.to(embeddings.dtype))

@@ -1,16 +1,24 @@
-"""Which tokens go into which model call: a batch as logical rows, and their schedule of calls.
+"""Which tokens go into which call of the trunk: a batch as logical rows, and their schedule.
 
-A logical row is one sequence. Left padding, right padding and several sequences packed into one row
-(segment ids) are three ways of storing logical rows in a (B, T) table; here they become one thing,
-the list of each row's real tokens. Every call feeds only real tokens, all rows' tokens one after
-the other, so nothing is ever computed for padding:
+A logical row is one sequence. A (B, T) grid can store logical rows in three ways: padded on the
+right, padded on the left, or several in one row of the grid (`segment_ids`). Here the three become
+one thing, the list of the real tokens of each logical row. A call feeds real tokens only, those of
+all rows one after the other, so nothing is ever computed for padding:
 
     call 0             the text of every row up to its first block (or its end)
     calls 1 … K        one latent token for every row that has a first block
     call K + 1         the text of those rows up to their second block (or their end), and so on
 
-That makes at most (blocks + 1) + blocks·K calls, whatever the number of rows. Pure index
-arithmetic, on the CPU.
+For example two rows with K = 2, where t is text and • a latent position:
+
+    row 0   t t t • • t t • • t        call 0   t t t, t t t t t    (5 + 3 tokens)
+    row 1   t t t t t                  call 1   •                   step 0 of the first block
+                                       call 2   •                   step 1
+                                       call 3   t t
+                                       calls 4, 5, 6                •, •, t
+
+That makes at most (blocks + 1) + blocks·K calls, where blocks is the largest number in any row.
+Everything here is index arithmetic on the CPU. `alar.model.latent` makes the calls.
 """
 
 from __future__ import annotations
@@ -18,25 +26,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call of the trunk: `lengths[i]` tokens of row `rows[i]`, whose first `starts[i]` tokens
-    went before.
+class TrunkCall:
+    """One call of the trunk: `lengths[i]` tokens of row `rows[i]`, after `starts[i]` earlier ones.
 
-    `step` is k for the k-th latent step (0-based; one token for each of the rows 0, 1, …, n − 1),
-    None for text. `before` (latent calls only) says where in the previous call's output the hidden
-    states stand from which z is computed.
+    `step` is None for text. For a latent step it is k (0-based), every length is 1, and the rows
+    are 0, 1, …, n − 1.
     """
 
     rows: tuple[int, ...]
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
     step: int | None = None
-    before: Tensor | None = None
+
+    @property
+    def is_latent(self) -> bool:
+        return self.step is not None
 
     @property
     def tokens(self) -> int:
@@ -47,34 +56,38 @@ class Call:
         return tuple(start + length for start, length in zip(self.starts, self.lengths))
 
     def positions(self) -> Int[Tensor, " tokens"]:
+        """The position of each token in its logical row."""
         return torch.cat([torch.arange(start, end) for start, end in zip(self.starts, self.ends)])
+
+    def last_tokens(self) -> Int[Tensor, " rows"]:
+        """Where in this call's tokens the last one of each row stands."""
+        return torch.tensor(self.lengths).cumsum(0) - 1
 
 
 @dataclass(frozen=True)
 class Packing:
-    """`calls` in order, and `where` (N,): the place in the flattened (B·T) table of every token,
-    call by call.
+    """The calls of a batch in order, and for each of their N tokens its place in the batch.
 
-    Rows are numbered by falling number of blocks, so that the rows which open a block are always
-    the first ones.
+    `where` (N,) are indices into the flattened (B·T,) grid, call by call. Rows are numbered by
+    falling number of blocks, so that the rows that open a block are always the first ones.
     """
 
-    calls: tuple[Call, ...]
-    where: Tensor
+    calls: tuple[TrunkCall, ...]
+    where: Int[Tensor, " N"]
     num_rows: int
-    longest: int
+    longest: int  # tokens of the longest row
 
     @property
     def num_latents(self) -> int:
-        return sum(call.tokens for call in self.calls if call.step is not None)
+        return sum(call.tokens for call in self.calls if call.is_latent)
 
-    def latent_places(self) -> Int[Tensor, " latents"]:
-        """Places in the flattened table of the latent positions, in the order of the calls."""
-        parts = self.where.split([call.tokens for call in self.calls])
-        return torch.cat(
-            [part for part, call in zip(parts, self.calls) if call.step is not None]
-            or [self.where[:0]]
-        )
+    def latents_in_reading_order(self) -> Int[Tensor, " latents"]:
+        """Calls find z step by step over the rows; this permutation sorts them row by row."""
+        places = [self.where[:0]]  # for a batch without blocks
+        for call, part in zip(self.calls, self.where.split([c.tokens for c in self.calls])):
+            if call.is_latent:
+                places.append(part)
+        return torch.cat(places).argsort()
 
 
 def sequence_ids(
@@ -83,39 +96,35 @@ def sequence_ids(
     segment_ids: Int[Tensor, "B T"] | None = None,
 ) -> Int[Tensor, "B T"]:
     """Which sequence of its row each position belongs to, 0 for padding; on the CPU."""
-    ids = (
-        torch.ones(input_ids.shape, dtype=torch.long)
-        if segment_ids is None
-        else segment_ids.cpu().long()
-    )
-    for name, table in (("attention_mask", attention_mask), ("segment_ids", segment_ids)):
-        if table is not None and table.shape != input_ids.shape:
+    for name, given in (("attention_mask", attention_mask), ("segment_ids", segment_ids)):
+        if given is not None and given.shape != input_ids.shape:
             raise ValueError(
-                f"{name} has shape {tuple(table.shape)}, input_ids has {tuple(input_ids.shape)}"
+                f"{name} has shape {tuple(given.shape)}, input_ids has {tuple(input_ids.shape)}"
             )
-    if bool((ids < 0).any()):
+    if segment_ids is None:
+        sequences = torch.ones(input_ids.shape, dtype=torch.long)
+    else:
+        sequences = segment_ids.cpu().long()
+    if bool((sequences < 0).any()):
         raise ValueError(
             "segment_ids holds negative numbers: expected 0 for padding and positive ids for"
             " sequences"
         )
-    return ids if attention_mask is None else ids * attention_mask.cpu().bool()
+    return sequences if attention_mask is None else sequences * attention_mask.cpu().bool()
 
 
 def logical_rows(sequences: Int[Tensor, "B T"]) -> list[Int[Tensor, " length"]]:
-    """Places in the flattened table of the tokens of every sequence, in reading order."""
+    """The places of every sequence's tokens in the flattened grid, in reading order."""
     width = sequences.shape[1]
-    places = sequences.flatten().nonzero()[:, 0]  # (N,)
-    owner = torch.stack(
-        [places // width, sequences.flatten()[places]]
-    )  # (2, N): row of the table, sequence in it
-    changed = (owner[:, 1:] != owner[:, :-1]).any(0)
-    lengths = torch.diff(changed.nonzero()[:, 0] + 1, prepend=torch.zeros(1, dtype=torch.long))
-    rows = (
-        list(places.split([*lengths.tolist(), len(places) - int(lengths.sum())]))
-        if len(places)
-        else []
-    )
-    if len(rows) != torch.unique(owner, dim=1).shape[1]:
+    places = sequences.flatten().nonzero()[:, 0]  # (N,) of real tokens
+    if not len(places):
+        return []
+    # Of each real token: its row of the grid, and its sequence in that row.
+    owners = torch.stack([places // width, sequences.flatten()[places]])  # (2, N)
+    changes = (owners[:, 1:] != owners[:, :-1]).any(0)  # (N - 1,)
+    firsts = changes.nonzero()[:, 0] + 1  # of every sequence but the first one
+    rows = list(places.tensor_split(firsts))
+    if len(rows) != torch.unique(owners, dim=1).shape[1]:
         raise ValueError(
             "segment_ids: a sequence is interrupted by another one; its tokens must follow each"
             " other"
@@ -123,21 +132,19 @@ def logical_rows(sequences: Int[Tensor, "B T"]) -> list[Int[Tensor, " length"]]:
     return rows
 
 
-def latent_blocks(latent: Tensor, num_latent: int) -> list[int]:
-    """Where the blocks of one sequence start; `latent` (length,) is true at latent positions.
+def block_starts(is_latent: Bool[Tensor, " length"], num_latent: int) -> list[int]:
+    """Where the blocks of one logical row start.
 
     Raises ValueError unless every run of latent positions is exactly K long and follows some text.
     """
-    edges = torch.diff(
-        latent.int(),
-        prepend=torch.zeros(1, dtype=torch.int),
-        append=torch.zeros(1, dtype=torch.int),
-    )
-    starts, ends = (edges == 1).nonzero()[:, 0].tolist(), (edges == -1).nonzero()[:, 0].tolist()
+    edge = torch.zeros(1, dtype=torch.int)
+    steps = torch.diff(is_latent.int(), prepend=edge, append=edge)  # (length + 1,)
+    starts = (steps == 1).nonzero()[:, 0].tolist()
+    ends = (steps == -1).nonzero()[:, 0].tolist()
     if any(end - start != num_latent for start, end in zip(starts, ends)):
         raise ValueError(
-            f"latent blocks in the data do not have K = {num_latent} positions each: the model's"
-            " config.num_latent and the K that the trajectories were made with differ, or a block"
+            f"latent blocks in the data do not have K = {num_latent} positions each: either the"
+            " trajectories were made with another K than the model's config.num_latent, or a block"
             " was cut"
         )
     if starts and starts[0] == 0:
@@ -154,37 +161,45 @@ def pack(
     latent_token_id: int | None,
     num_latent: int,
 ) -> Packing:
-    """The schedule of a batch; raises ValueError for blocks that are not K long."""
+    """The schedule of a batch; `sequences` as `sequence_ids` gives them.
+
+    Without a `latent_token_id` everything is text and goes into one call. Raises ValueError for
+    blocks that are not K long.
+    """
+    # No token has the id -1.
     is_latent = (input_ids.cpu() == (-1 if latent_token_id is None else latent_token_id)).flatten()
-    rows = [(row, latent_blocks(is_latent[row], num_latent)) for row in logical_rows(sequences)]
-    rows.sort(key=lambda row: -len(row[1]))  # stable
-    calls, where = [], []
-    fed = [0] * len(rows)
-    for turn in range(max((len(blocks) for _, blocks in rows), default=-1) + 1):
-        ends = [blocks[turn] if turn < len(blocks) else len(places) for places, blocks in rows]
-        text = [r for r, (_, blocks) in enumerate(rows) if turn <= len(blocks) and fed[r] < ends[r]]
+    rows = [(row, block_starts(is_latent[row], num_latent)) for row in logical_rows(sequences)]
+    rows.sort(key=lambda row: -len(row[1]))  # stable: equal rows keep the order of the batch
+    calls: list[TrunkCall] = []
+    where: list[Tensor] = []
+
+    def feed(members: list[int], starts: list[int], ends: list[int], step: int | None = None):
+        """Add one call: of every member r the tokens from starts[r] to ends[r]."""
+        begins = tuple(starts[r] for r in members)
+        lengths = tuple(ends[r] - starts[r] for r in members)
+        calls.append(TrunkCall(tuple(members), begins, lengths, step))
+        where.extend(rows[r][0][starts[r] : ends[r]] for r in members)
+
+    fed = [0] * len(rows)  # how many tokens of each row went into earlier calls
+    most_blocks = len(rows[0][1]) if rows else -1
+    for number in range(most_blocks + 1):
+        # Text up to this block, or to the end of the row.
+        ends = [blocks[number] if number < len(blocks) else len(row) for row, blocks in rows]
+        text = [r for r in range(len(rows)) if fed[r] < ends[r]]
         if text:
-            calls.append(
-                Call(
-                    tuple(text), tuple(fed[r] for r in text), tuple(ends[r] - fed[r] for r in text)
-                )
-            )
-            where += [rows[r][0][fed[r] : ends[r]] for r in text]
-        opening = sum(turn < len(blocks) for _, blocks in rows)
-        if not opening:
-            break
-        before = torch.tensor(calls[-1].lengths).cumsum(0)[:opening] - 1
-        for step in range(num_latent):
-            begins = tuple(ends[r] + step for r in range(opening))
-            calls.append(Call(tuple(range(opening)), begins, (1,) * opening, step, before))
-            where += [rows[r][0][begin : begin + 1] for r, begin in enumerate(begins)]
-            before = torch.arange(opening)
-        fed = [end + (num_latent if r < opening else 0) for r, end in enumerate(ends)]
+            feed(text, fed, ends)
+        fed = ends
+        # The block itself, one position of every row that has one.
+        opening = [r for r, (_, blocks) in enumerate(rows) if number < len(blocks)]
+        for step in range(num_latent if opening else 0):
+            following = [end + 1 if r < len(opening) else end for r, end in enumerate(fed)]
+            feed(opening, fed, following, step)
+            fed = following
     return Packing(
         tuple(calls),
         torch.cat(where) if where else torch.zeros(0, dtype=torch.long),
-        len(rows),
-        max((len(places) for places, _ in rows), default=0),
+        num_rows=len(rows),
+        longest=max((len(row) for row, _ in rows), default=0),
     )
 
 
@@ -195,28 +210,18 @@ def with_filler(
     num_latent: int,
     calls: int,
 ) -> tuple[Int[Tensor, "B+1 W"], Int[Tensor, "B+1 W"]]:
-    """The batch with one more row, below the others, that takes part in each of `calls` calls with
-    one token.
+    """The batch with one more row at the bottom, which gives one token to each of `calls` calls.
 
-    Every schedule is text, K latent steps, text, …, ended somewhere after a text or a block: the
-    shorter of two is the beginning of the longer, and a row of this kind makes them equal.
+    Every schedule is text, K latent steps, text, …, and ends after a text or after a block. The
+    shorter of two schedules is therefore the beginning of the longer one, and this row makes a
+    short one as long as is asked for.
     """
     wider = max(0, calls - input_ids.shape[1])
-    table, owners = (
-        torch.nn.functional.pad(x, (0, wider, 0, 1)) for x in (input_ids, sequences)
-    )  # id 0 is some text
+    pad = (0, wider, 0, 1)  # columns on the right, one row at the bottom
+    ids = torch.nn.functional.pad(input_ids, pad)  # with id 0, which is some text
+    owners = torch.nn.functional.pad(sequences, pad)
     owners[-1, :calls] = 1
     if num_latent:
-        table[-1, :calls][torch.arange(calls, device=table.device) % (num_latent + 1) > 0] = (
-            latent_token_id
-        )
-    return table, owners
-
-
-def pack_text(sequences: Int[Tensor, "B T"]) -> Packing:
-    """Every token in one call: text without blocks, or with the z of every latent position at hand."""
-    rows = logical_rows(sequences)
-    lengths = tuple(map(len, rows))
-    calls = (Call(tuple(range(len(rows))), (0,) * len(rows), lengths),) if rows else ()
-    where = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.long)
-    return Packing(calls, where, len(rows), max(lengths, default=0))
+        latent = torch.arange(calls, device=ids.device) % (num_latent + 1) > 0  # (calls,)
+        ids[-1, :calls][latent] = latent_token_id
+    return ids, owners

@@ -1,109 +1,83 @@
-"""The parameters of AR-GRPO, the same for both trainers."""
+"""The parameters of AR-GRPO: section `rl` of a parameter file, and what both trainers take."""
 
-from __future__ import annotations
+from typing import Annotated, Literal
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from pydantic import Field
 
-from alar.methods.length_rewards import LengthReward
-from alar.methods.logprob.reward import LogProbReward
+from alar.parameters import Count, CountOrNone, Rate, Section, Share
 
 
-@dataclass(frozen=True)
-class RLConfig:
-    """Published values as defaults where there are any (group 8, lr 1e-6, KL 1e-3, α 0.3, L 400
-    characters)."""
+class RLConfig(Section):
+    """Notebook 05. The defaults are those of the laptop study.
 
-    steps: int = 100
-    prompts_per_step: int = 16
-    group_size: int = 8
-    learning_rate: float = 1e-6
-    schedule: str = "constant"  # "constant" | "linear" (to zero over all steps)
-    warmup_ratio: float = 0.0  # of the steps: the rate rises linearly to learning_rate
-    temperature: float = 1.0
-    kl_coefficient: float = 1e-3
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    alpha: float = 0.3
-    length_tolerance: float = 400.0
-    diversity: float = 1.0  # weight of the diversity bonus
-    variant: str = "repaired"
-    norm_adv_by_std: bool = True  # False: advantages keep the rewards' scale (Dr. GRPO)
-    credit: str = "turn"
-    mode_weight: float = 1.0
-    mode_baseline: float = (
-        0.0  # share of the mean effect of a latent turn that is taken off each, times d_t
-    )
-    explore_fraction: float = 0.5
-    kept_variance: float = (
-        1.0  # below 1: train on the groups that hold this share of the rewards' variance (RAGEN)
-    )
-    latents: str = "recomputed"
-    trainable: str = "lora"
-    lora_rank: int = 16
-    lora_alpha: int = 32
+    Published (search): rate 1e-6, KL 1e-3, α 0.3, L 400 characters, LoRA, cached latents.
+    """
+
+    steps: Count = 44
+    prompts_per_step: Count = 8
+    group_size: Annotated[int, Field(ge=2)] = 8
+    gradient_accumulation: Count = 4
+    learning_rate: Rate = 5e-4
+    schedule: Literal["constant", "linear"] = "linear"  # linear: to zero over all steps
+    warmup_ratio: Share = 0.1  # of the steps: the rate rises linearly to learning_rate
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    # Against mode_weight: notebook 05 says how they balance.
+    kl_coefficient: Annotated[float, Field(ge=0)] = 2.0
+    clip_low: Share = 0.2
+    clip_high: Share = 0.2
+    alpha: Annotated[float, Field(ge=0)] = 0.15  # published: 0.3
+    # L in characters; 0 = the base's median think length, which notebook 05 fills in.
+    length_tolerance: Annotated[float, Field(ge=0)] = 0.0
+    diversity: Annotated[float, Field(ge=0)] = 1.0  # weight of the diversity bonus; 0 = none
+    variant: Literal["published", "repaired"] = "repaired"
+    # Of the tool domain; "toolmind": its dense score is the reward.
+    judge: Literal["official", "toolmind"] = "official"
+    # Published: True. Without it, α is what a latent turn is worth in any group.
+    norm_adv_by_std: bool = False
+    credit: Literal["trajectory", "turn"] = "turn"
+    # Of each group's rollouts, in which the mode of one turn is drawn at random.
+    explore_fraction: Share = 0.75
+    # Against the tokens of the text, whose advantages are mostly noise.
+    mode_weight: Annotated[float, Field(ge=0)] = 48.0
+    # Share of the mean effect of latent turns that is taken off each: which turns first, how many later.
+    mode_baseline: Share = 1.0
+    # Below 1: train on the groups that hold this share of the rewards' variance (RAGEN).
+    kept_variance: Annotated[float, Field(gt=0, le=1)] = 1.0
+    latents: Literal["recomputed", "cached"] = "recomputed"
+    trainable: Literal["lora", "full"] = "full"
+    lora_rank: Count = 16
+    lora_alpha: Count = 32
     train_projector: bool = False
-    latent_only: bool = False  # of a dual vocabulary: the loss on mirrors alone
-    gradient_accumulation: int = 4
-    max_turns: int = 6
-    max_new_tokens: int = 256
-    rollout_batch: int = 256
-    validation_every: int = 10
-    checkpoint_every: int = 10
-    select: str = (
-        "best"  # "best" | "last": which weights are returned, by reward on the validation questions
-    )
-    length_reward: LengthReward | None = (
-        None  # in place of AR-GRPO's reward: a compared method, on explicit reasoning
-    )
-    logprob_reward: LogProbReward | None = (
-        None  # in place of AR-GRPO's reward: exact match and the golds' log-probability
-    )
-    seed: int = 0
+    worlds: Count = 24
+    # Of embedded prompts, in turn: one that is named twice comes twice as often; [] = all.
+    types: list[str] = []
+    validation_every: CountOrNone = 11  # 0 = never
+    validation_questions: Count = 128
+    checkpoint_every: Count = 10
+    trainer: Literal["single", "verl"] = "single"
+    nodes: Count = 1  # for verl; it takes all GPUs of each
+    tensor_parallel: Count = 1  # for verl with rollout.engine vllm: GPUs that share one model
 
-    def __post_init__(self):
-        if isinstance(self.length_reward, Mapping):  # from a file
-            object.__setattr__(self, "length_reward", LengthReward(**self.length_reward))
-        if isinstance(self.logprob_reward, Mapping):
-            object.__setattr__(self, "logprob_reward", LogProbReward(**self.logprob_reward))
-        if self.length_reward and self.logprob_reward:
-            raise ValueError(
-                "rl.length_reward and rl.logprob_reward both replace AR-GRPO's reward: choose one"
+    def inconsistencies(self):
+        found = []
+        explored = self.group_size * self.explore_fraction
+        if 0 < explored < 1:
+            problem = (
+                f"{self.explore_fraction} of a group of {self.group_size} is less than one"
+                f" rollout; use 0, or at least {1 / self.group_size:.3g}"
             )
-        choices = {
-            "variant": ("published", "repaired"),
-            "credit": ("trajectory", "turn"),
-            "schedule": ("constant", "linear"),
-            "latents": ("recomputed", "cached"),
-            "trainable": ("lora", "full", "rows", "lora+rows"),
-            "select": ("best", "last"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"rl.{name} is {getattr(self, name)!r}: expected one of {', '.join(allowed)}"
-                )
-        if self.latents == "cached" and self.train_projector:
-            raise ValueError(
-                "rl.latents: cached gives the projector no gradient; use recomputed, or freeze it"
+            found.append(("explore_fraction", problem))
+        if self.train_projector and self.latents == "cached":
+            problem = (
+                "cached latents carry no gradient to the projector; set rl.latents: recomputed"
             )
-        if not 0 < self.kept_variance <= 1:
-            raise ValueError(
-                f"rl.kept_variance is {self.kept_variance}: expected a share above 0, 1 for no"
-                " filter"
-            )
-        if self.length_reward:
-            for name, needed in {
-                "credit": "trajectory",
-                "explore_fraction": 0.0,
-                "select": "last",
-            }.items():
-                if getattr(self, name) != needed:
-                    raise ValueError(
-                        f"rl.{name} is {getattr(self, name)!r}: a length reward knows no modes, and"
-                        " compares samples of one prompt, which greedy validation lacks; set it to"
-                        f" {needed!r}"
-                    )
+            found.append(("train_projector", problem))
+        return found
+
+    def refuse_inconsistencies(self) -> None:
+        """Raise ValueError for values that cannot be trained with together."""
+        for key, problem in self.inconsistencies():
+            raise ValueError(f"rl.{key}: {problem}")
 
 
 def learning_rate_at(done: int, config: RLConfig) -> float:

@@ -1,11 +1,10 @@
-"""AR-GRPO in one process: rollouts of the agent loop, shaped rewards within groups, the clipped
-objective.
+"""AR-GRPO in one process: roll out, reward within groups, one clipped step, and again.
 
-Unlike in the released code, behaviour log-probs are the true ones, the mask comes from token
-origins, the step of d_t from the trainer's state; `variant` chooses the published reward or the
-repaired one. Two additions, both parameters: `credit="turn"` gives each turn's mode tokens an
-advantage of their own, and in an `explore_fraction` of every group the mode of one turn is drawn at
-random, so that the comparison of modes never runs dry.
+    questions ─ sampler ─> trajectories ─ reward ─> rewards ─ credit ─> advantages ─ loss ─> update
+
+The four are the `Strategy` (`alar.rl.strategy`) that the trainer is given. Unlike in the released
+code, behaviour log-probs are the true ones, the mask comes from token origins, and the step of d_t
+is the trainer's own, also after a resume.
 """
 
 from __future__ import annotations
@@ -13,104 +12,68 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
-from alar.files import replacing
-from alar.methods.dual.constraint import PhaseConstraint
-from alar.methods.length_rewards import with_stated_limit
-from alar.methods.logprob.client import scorer_of
-from alar.records import Origin, Trajectory
+from alar.records import Environment, Origin, Question, Trajectory
 from alar.rl.config import RLConfig, learning_rate_at
-from alar.rl.objective import kl_penalty, policy_loss
-from alar.rl.rollouts import (
-    Summary,
-    explores,
-    mode_plan,
-    own_choices,
-    prompts_of_step,
-    rewards_of,
-    rollout_metrics,
-    rollout_seed,
-    token_advantages,
-    trained_rows,
-    validation_metrics,
-    validation_mode,
-)
-from alar.rollout.codec import Codec
-from alar.rollout.engine import Sampling, phases_of
+from alar.rl.objective import kl_penalty
+from alar.rl.strategy import Strategy
+from alar.rl.summary import TrajectorySummary, own_choices, rollout_metrics, validation_metrics
+from alar.rollout.engine import Sampling
 from alar.rollout.hf import HFEngine, policy_logits
-from alar.rollout.loop import run
+from alar.rollout.loop import ModePlan, run
 from alar.rollout.modes import latent_probabilities
-from alar.train.supervised import merged, trainable_model
+from alar.train.resume import load_state, save_state
+from alar.train.supervised import mark_trainable, merged
 
 
 @dataclass
 class Batch:
-    """Right-padded tensors (B, T) of some trajectories; `advantages`, `mask` and `phases` (of a
-    dual vocabulary: the row of its constraint) refer to the token at each position."""
+    """Some trajectories, right-padded. Values refer to the token at each position."""
 
-    ids: torch.Tensor
-    attention_mask: torch.Tensor
-    behaviour: torch.Tensor
-    mask: torch.Tensor
-    advantages: torch.Tensor
-    latents: torch.Tensor
-    phases: torch.Tensor
+    ids: Int[Tensor, "batch time"]
+    attention_mask: Int[Tensor, "batch time"]
+    behaviour: Float[Tensor, "batch time"]  # log-probs at the time of sampling; 0 where none
+    mask: Bool[Tensor, "batch time"]  # tokens that carry loss
+    advantages: Float[Tensor, "batch time"]
+    latents: Float[Tensor, "latents hidden"]  # z as recorded, row by row; (0, 0) without any
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+        return type(self)(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
 
-def carries_loss(
-    trajectory: Trajectory, codec: Codec | None = None, latent_only: bool = False
-) -> list[bool]:
-    """Which tokens are trained: the SAMPLED ones, and with `latent_only` of these the mirrors of
-    the codec's dual vocabulary."""
-    sampled = [origin == Origin.SAMPLED for origin in trajectory.origins]
-    return (
-        [s and codec.dual.is_mirror(i) for s, i in zip(sampled, trajectory.ids)]
-        if latent_only
-        else sampled
-    )
+def is_sampled(trajectory: Trajectory) -> list[bool]:
+    return [origin == Origin.SAMPLED for origin in trajectory.origins]
+
+
+def padded(rows: Sequence[Sequence], fill, dtype: torch.dtype) -> Tensor:
+    """(B, T) from rows of different lengths, filled up on the right."""
+    width = max(len(row) for row in rows)
+    return torch.tensor([list(row) + [fill] * (width - len(row)) for row in rows], dtype=dtype)
 
 
 def make_batch(
     trajectories: Sequence[Trajectory],
     advantages: Sequence[Sequence[float]],
     pad: int,
-    codec: Codec | None = None,
-    latent_only: bool = False,
+    carries_loss: Callable[[Trajectory], list[bool]] = is_sampled,
 ) -> Batch:
-    """`advantages` holds one value per token of each trajectory; the mask is `carries_loss`.
-    `codec` is needed where a dual vocabulary constrains the policy."""
-    width = max(len(t.ids) for t in trajectories)
-
-    def table(values: Sequence[Sequence], fill, dtype) -> torch.Tensor:
-        return torch.tensor([list(v) + [fill] * (width - len(v)) for v in values], dtype=dtype)
-
-    z = [torch.as_tensor(t.latents) for t in trajectories if len(t.latents)]
+    """`advantages` holds one value per token of each trajectory; `pad` is the padding id."""
+    z = [torch.as_tensor(t.latents) for t in trajectories if len(t.latents)]  # (n, H) each
+    # Only sampled tokens have a log-prob; NaN at the others must not reach the loss.
+    behaviour = [[0.0 if lp != lp else lp for lp in t.logprobs] for t in trajectories]
     return Batch(
-        table([t.ids for t in trajectories], pad, torch.long),
-        table([[1] * len(t.ids) for t in trajectories], 0, torch.long),
-        table(
-            [[0.0 if lp != lp else lp for lp in t.logprobs] for t in trajectories],
-            0.0,
-            torch.float32,
-        ),
-        table([carries_loss(t, codec, latent_only) for t in trajectories], False, torch.bool),
-        table(advantages, 0.0, torch.float32),
-        torch.cat(z) if z else torch.zeros(0, 0),
-        table(
-            [
-                phases_of(t, codec) if codec and codec.dual else [0] * len(t.ids)
-                for t in trajectories
-            ],
-            0,
-            torch.long,
-        ),
+        ids=padded([t.ids for t in trajectories], pad, torch.long),
+        attention_mask=padded([[1] * len(t.ids) for t in trajectories], 0, torch.long),
+        behaviour=padded(behaviour, 0.0, torch.float32),
+        mask=padded([carries_loss(t) for t in trajectories], False, torch.bool),
+        advantages=padded(advantages, 0.0, torch.float32),
+        latents=torch.cat(z) if z else torch.zeros(0, 0),
     )
 
 
@@ -120,53 +83,65 @@ def token_logprobs(
     *,
     temperature: float,
     latents: str,
-    constraint: PhaseConstraint | None = None,
-) -> torch.Tensor:
-    """Log-probs (n,) of the masked tokens in row-major order, under `model`, latent or not, and the
-    constraint if any."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    constrain: Callable[[Tensor], Tensor] | None = None,
+) -> Float[Tensor, "tokens"]:
+    """Log-probs of the masked tokens in row-major order, under a latent or an ordinary model.
+
+    `latents`: "recomputed" by `model`, or "cached" as recorded. `constrain` changes the logits
+    (tokens, V) before the temperature.
+    """
+    base = _base(model)
     if hasattr(base, "latent_states"):
         cached = batch.latents if latents == "cached" and len(batch.latents) else None
-        hidden = base.latent_states(batch.ids, batch.attention_mask, latents=cached).hidden[:, :-1]
+        hidden = base.latent_states(batch.ids, batch.attention_mask, latents=cached).hidden
     else:
-        hidden = base.model(batch.ids, batch.attention_mask, use_cache=False).last_hidden_state[
-            :, :-1
-        ]
-    chosen = batch.mask[:, 1:]
-    logits = policy_logits(base, hidden[chosen])
-    if constraint is not None:
-        logits = constraint(logits, batch.phases[:, 1:][chosen])
+        output = base.model(batch.ids, batch.attention_mask, use_cache=False)
+        hidden = output.last_hidden_state
+    # The state before a token predicts it: position t − 1 for the token at t.
+    chosen = batch.mask[:, 1:]  # (B, T − 1)
+    logits = policy_logits(base, hidden[:, :-1][chosen])  # (n, V)
+    if constrain is not None:
+        logits = constrain(logits)
     if temperature > 0:
         logits = logits / temperature
     return torch.log_softmax(logits, -1).gather(1, batch.ids[:, 1:][chosen][:, None])[:, 0]
 
 
 class ARGRPO:
-    """The trainer. `step()` does one update; `fit()` all of them, with validation, checkpoints and
-    resume."""
+    """`step()` makes one update; `fit()` all of them, with validation, checkpoints and resume.
+
+    A subclass may override what depends on the vocabulary: `carries_loss`, `batch`, `constrained`.
+    """
 
     def __init__(
         self,
         model,
         tokenizer,
-        environment,
-        questions,
-        validation,
+        environment: Environment,
+        questions: Sequence[Question],
+        validation: Sequence[Question],
         config: RLConfig,
+        strategy: Strategy,
         *,
         folder: str | Path,
+        max_turns: int = 6,
+        max_new_tokens: int = 128,
+        batch_size: int = 256,
     ):
-        self.config, self.tokenizer = config, tokenizer
-        self.environment = with_stated_limit(environment, config.length_reward)
+        """`max_new_tokens` per turn; `batch_size` trajectories at once; `folder` keeps the state of
+        an interrupted training. Raises ValueError for a config that contradicts itself and for
+        fewer questions than a step needs."""
+        config.refuse_inconsistencies()
+        strategy.sampler.prompts(questions, 1)
+        self.config, self.strategy, self.tokenizer = config, strategy, tokenizer
+        self.environment = strategy.reward.environment(environment)
         self.questions, self.validation = list(questions), list(validation)
         self.folder = Path(folder)
-        if len(self.questions) < config.prompts_per_step:
-            raise ValueError(
-                f"{len(self.questions)} training questions, fewer than rl.prompts_per_step"
-            )
-        torch.manual_seed(config.seed)
+        self.max_turns, self.max_new_tokens = max_turns, max_new_tokens
+        self.batch_size = batch_size
+        torch.manual_seed(strategy.sampler.seed)  # for the first values of adapters
         self.reference = copy.deepcopy(model).eval().requires_grad_(False)
-        self.model = trainable_model(
+        self.model = mark_trainable(
             model,
             config.trainable,
             lora_rank=config.lora_rank,
@@ -175,76 +150,115 @@ class ARGRPO:
         )
         weights = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=0.0)
-        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        self.engine = HFEngine(base, tokenizer)
-        if config.latent_only and self.engine.codec.dual is None:
-            raise ValueError(
-                "rl.latent_only trains the mirrors of a dual vocabulary, and this model has none"
-            )
-        off_policy = config.length_reward and config.length_reward.off_policy
-        self.sampler = HFEngine(self.reference, tokenizer) if off_policy else self.engine
-        self.scorer = scorer_of(config.logprob_reward, self.reference, tokenizer, environment.form)
+        self.engine = self.make_engine(_base(self.model))
+        on_policy = strategy.sampler.writer == "policy"
+        self.writer = self.engine if on_policy else self.make_engine(self.reference)
+        self.scorer = strategy.reward.scorer(self.reference, tokenizer, environment.form)
         self.done = 0
         self.best = float("-inf")
+        self.best_weights: dict[str, Tensor] | None = None
         self.rows: list[dict] = []
 
-    def rollouts(self, step: int) -> tuple[list[Trajectory], list[int]]:
-        """Groups of trajectories; the last `explore_fraction` of each group explores (`mode_plan`)."""
-        config = self.config
-        questions = [
-            q
-            for q in prompts_of_step(self.questions, config, step)
-            for _ in range(config.group_size)
-        ]
-        self.sampler.reset()
-        trajectories = run(
-            questions,
-            self.sampler,
-            self.environment,
-            Sampling(config.max_new_tokens, config.temperature, stop=self.environment.stop),
-            modes=mode_plan(config, step),
-            max_turns=config.max_turns,
-            batch_size=config.rollout_batch,
-            seed=rollout_seed(config, step),
+    def make_engine(self, model) -> HFEngine:
+        return HFEngine(model, self.tokenizer)
+
+    def carries_loss(self, trajectory: Trajectory) -> list[bool]:
+        """Which tokens are trained."""
+        return is_sampled(trajectory)
+
+    def batch(
+        self, trajectories: Sequence[Trajectory], advantages: Sequence[Sequence[float]]
+    ) -> Batch:
+        return make_batch(trajectories, advantages, self.tokenizer.pad_token_id, self.carries_loss)
+
+    def constrained(
+        self, logits: Float[Tensor, "tokens vocabulary"], batch: Batch
+    ) -> Float[Tensor, "tokens vocabulary"]:
+        """The logits that the batch's masked tokens were sampled from, before the temperature."""
+        return logits
+
+    def logprobs(self, model, batch: Batch) -> Float[Tensor, "tokens"]:
+        return token_logprobs(
+            model,
+            batch,
+            temperature=self.config.temperature,
+            latents=self.config.latents,
+            constrain=lambda logits: self.constrained(logits, batch),
         )
-        return trajectories, [row // config.group_size for row in range(len(questions))]
+
+    def rollouts(self, step: int) -> tuple[list[Trajectory], list[int]]:
+        """The trajectories of a step, and the group of each."""
+        sampler, reward = self.strategy.sampler, self.strategy.reward
+        size = sampler.group_size
+        asked = sampler.prompts(self.questions, step)
+        trajectories = self._run(
+            self.writer,
+            [question for question in asked for _ in range(size)],
+            temperature=self.config.temperature,
+            modes=sampler.modes(step) if reward.modes == "free" else "off",
+            seed=sampler.rollout_seed(step),
+        )
+        return trajectories, [row // size for row in range(len(trajectories))]
+
+    def _run(
+        self,
+        engine: HFEngine,
+        questions: Sequence[Question],
+        *,
+        temperature: float,
+        modes: str | ModePlan,
+        seed: int = 0,
+    ) -> list[Trajectory]:
+        engine.reset()  # its caches belong to the weights before the last update
+        return run(
+            questions,
+            engine,
+            self.environment,
+            Sampling(self.max_new_tokens, temperature, stop=self.environment.stop),
+            modes=modes,
+            max_turns=self.max_turns,
+            batch_size=self.batch_size,
+            seed=seed,
+        )
 
     def step(self) -> dict:
-        """One AR-GRPO update; returns its metrics."""
-        config, started = self.config, time.perf_counter()
-        number = self.done + 1
+        """One update; returns its metrics."""
+        started = time.perf_counter()
+        number, total = self.done + 1, self.config.steps
+        reward, credit, sampler = (
+            self.strategy.reward,
+            self.strategy.credit,
+            self.strategy.sampler,
+        )
         self.model.eval()
         trajectories, groups = self.rollouts(number)
-        scores = (
-            [score.value for score in self.scorer.score(trajectories)]
-            if self.scorer
-            else [float("nan")] * len(trajectories)
-        )
+        scores = [float("nan")] * len(trajectories)
+        if self.scorer:
+            scores = self.scorer(trajectories)
         summaries = [
-            Summary.of(t, self.engine.codec, score, explorer=explores(config, row))
+            TrajectorySummary.of(t, self.engine.codec, score, explorer=sampler.explores(row))
             for row, (t, score) in enumerate(zip(trajectories, scores))
         ]
-        rewards = rewards_of(summaries, groups, config, number)
+        rewards = reward.rewards(summaries, groups, number, total)
         lengths = [len(t.ids) for t in trajectories]
-        advantages, _ = token_advantages(summaries, lengths, rewards, groups, config, number)
-        trained = [row for row, used in enumerate(trained_rows(rewards, groups, config)) if used]
-        update = (
-            self._update(
+        advantages = credit.advantages(summaries, lengths, rewards, groups, number, total)
+        kept = sampler.kept(rewards, groups)
+        trained = [row for row, used in enumerate(kept) if used]
+        update = {}
+        if trained:
+            update = self._update(
                 [trajectories[row] for row in trained], [advantages[row] for row in trained]
             )
-            if trained
-            else {}
-        )
         self.done = number
-        free = [trajectories[row] for row in own_choices(summaries)]
-        p_latent = (
-            []
-            if config.length_reward
-            else latent_probabilities(self.engine.model, self.engine.codec, free)
-        )
+        p_latent = []
+        if reward.modes == "free":
+            free = [trajectories[row] for row in own_choices(summaries)]
+            p_latent = latent_probabilities(self.engine.model, self.engine.codec, free)
         return {
-            **rollout_metrics(summaries, p_latent, rewards, groups, config, number),
-            "learning_rate": learning_rate_at(number - 1, config),
+            **rollout_metrics(
+                summaries, p_latent, rewards, groups, kept, step=number, total_steps=total
+            ),
+            "learning_rate": learning_rate_at(number - 1, self.config),
             **({"score": sum(scores) / len(scores)} if self.scorer else {}),
             "trained_tokens": sum(lengths[row] for row in trained),
             **update,
@@ -261,48 +275,30 @@ class ARGRPO:
         )
         size = -(-len(order) // config.gradient_accumulation)
         parts = [order[i : i + size] for i in range(0, len(order), size)]
-        codec, latent_only = self.engine.codec, config.latent_only
-        total = sum(sum(carries_loss(t, codec, latent_only)) for t in trajectories)
+        total = sum(sum(self.carries_loss(t)) for t in trajectories)
         sums = {"loss": 0.0, "kl": 0.0, "clip_fraction": 0.0, "ratio_error": 0.0}
         self.optimizer.zero_grad()
         for part in parts:
-            batch = make_batch(
-                [trajectories[i] for i in part],
-                [advantages[i] for i in part],
-                self.tokenizer.pad_token_id,
-                codec,
-                latent_only,
-            ).to(self.engine.device)
-            if not batch.mask.any():  # rollouts without a mirror, where only these are trained
+            batch = self.batch([trajectories[i] for i in part], [advantages[i] for i in part])
+            batch = batch.to(self.engine.device)
+            if not batch.mask.any():  # no token of this part carries loss
                 continue
-            scoring = {
-                "temperature": config.temperature,
-                "latents": config.latents,
-                "constraint": self.engine.constraint,
-            }
-            logprobs = token_logprobs(self.model, batch, **scoring)
+            logprobs = self.logprobs(self.model, batch)  # (n,)
             with torch.no_grad():
-                reference = token_logprobs(self.reference, batch, **scoring)
+                reference = self.logprobs(self.reference, batch)  # (n,)
             chosen = batch.mask[:, 1:]
             behaviour, advantage = batch.behaviour[:, 1:][chosen], batch.advantages[:, 1:][chosen]
-            ones = torch.ones_like(logprobs, dtype=torch.bool)
-            loss, details = policy_loss(
-                logprobs[None],
-                behaviour[None],
-                advantage[None],
-                ones[None],
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-            )
+            loss, clipped = self.strategy.loss(logprobs, behaviour, advantage)
             kl = kl_penalty(logprobs, reference, kind="low_var_kl").mean()
-            share = len(logprobs) / total
+            share = len(logprobs) / total  # every token weighs alike, whatever part it is in
             ((loss + config.kl_coefficient * kl) * share).backward()
             sums["loss"] += loss.item() * share
             sums["kl"] += kl.item() * share
-            sums["clip_fraction"] += float(details["clip_fraction"]) * share
-            sums["ratio_error"] = max(
-                sums["ratio_error"], (logprobs.detach() - behaviour).exp().sub(1).abs().max().item()
-            )
+            sums["clip_fraction"] += clipped * share
+            distance = (
+                (logprobs.detach() - behaviour).exp().sub(1).abs().max().item()
+            )  # of ρ from 1
+            sums["ratio_error"] = max(sums["ratio_error"], distance)
         torch.nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate_at(self.done, config)
@@ -310,82 +306,72 @@ class ARGRPO:
         return sums
 
     def validate(self) -> dict:
-        """Greedy rollouts on the validation questions (counterfactual worlds that nothing trains
+        """Greedy answers to the validation questions (counterfactual worlds that nothing trains
         on)."""
-        config = self.config
+        reward = self.strategy.reward
         self.model.eval()
-        self.engine.reset()
-        trajectories = run(
-            self.validation,
-            self.engine,
-            self.environment,
-            Sampling(config.max_new_tokens, 0.0, stop=self.environment.stop),
-            modes=validation_mode(config),
-            max_turns=config.max_turns,
-            batch_size=config.rollout_batch,
-        )
-        return validation_metrics([Summary.of(t, self.engine.codec) for t in trajectories], config)
+        trajectories = self._run(self.engine, self.validation, temperature=0.0, modes=reward.modes)
+        summaries = [TrajectorySummary.of(t, self.engine.codec) for t in trajectories]
+        return validation_metrics(summaries, reward.validation(summaries, self.config.steps))
 
     def fit(self, log: Callable[[dict], None] = print):
-        """All steps, from `folder`/resume.pt if there is one; returns the selected model, merged
-        and in eval mode."""
+        """All steps, from the state in `folder` if there is one; returns the selected model, merged
+        and in eval mode. `log` gets a row per step, those before the interruption too."""
+        config = self.config
         self._resume(log)
-        while self.done < self.config.steps:
+        while self.done < config.steps:
             row = self.step()
-            last = self.done == self.config.steps
-            if self.config.validation_every and (
-                self.done % self.config.validation_every == 0 or last
-            ):
+            last = self.done == config.steps
+            if config.validation_every and (self.done % config.validation_every == 0 or last):
                 row |= self.validate()
                 if row["validation_reward"] > self.best:
-                    self.best = row["validation_reward"]
-                    torch.save(self._trained(), self.folder / "best.pt")
+                    self.best, self.best_weights = row["validation_reward"], self._trained()
             self.rows.append(row)
             log(row)
-            if self.done % self.config.checkpoint_every == 0 or last:
+            if self.done % config.checkpoint_every == 0 or last:
                 self._checkpoint()
-        if self.config.select == "best" and (self.folder / "best.pt").exists():
-            self.model.load_state_dict(
-                torch.load(self.folder / "best.pt", weights_only=True), strict=False
-            )
+        if self.strategy.reward.selects and self.best_weights is not None:
+            self.model.load_state_dict(self.best_weights, strict=False)
         return merged(self.model).requires_grad_(True).eval()
 
-    def _trained(self) -> dict[str, torch.Tensor]:
+    def _trained(self) -> dict[str, Tensor]:
         return {
             name: p.detach().clone() for name, p in self.model.named_parameters() if p.requires_grad
         }
 
+    def _settings(self) -> dict:
+        """All that the numbers depend on. The strategy's own `credit` stands for the config's."""
+        limits = {
+            "max_turns": self.max_turns,
+            "max_new_tokens": self.max_new_tokens,
+            "batch_size": self.batch_size,
+        }
+        return self.config.model_dump() | self.strategy.to_json() | limits
+
     def _checkpoint(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        best = self.folder / "best.pt"
-        with replacing(self.folder / "resume.pt") as aside:
-            torch.save(
-                {
-                    "config": asdict(self.config),
-                    "done": self.done,
-                    "best": self.best,
-                    "best_weights": torch.load(best, weights_only=True) if best.exists() else None,
-                    "rows": self.rows,
-                    "weights": self._trained(),
-                    "optimizer": self.optimizer.state_dict(),
-                },
-                aside,
-            )
+        state = {
+            "done": self.done,
+            "best": self.best,
+            "best_weights": self.best_weights,
+            "rows": self.rows,
+            "weights": self._trained(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        save_state(self.folder, self._settings(), state)
 
     def _resume(self, log: Callable[[dict], None]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / "resume.pt"
-        if not path.exists():
+        state = load_state(self.folder, self._settings())
+        if state is None:
             return
-        state = torch.load(path, weights_only=True)
-        if state["config"] != asdict(self.config):
-            raise ValueError(
-                f"{path}: was written with other rl parameters; remove {self.folder} to start anew"
-            )
         self.done, self.best, self.rows = state["done"], state["best"], state["rows"]
+        self.best_weights = state["best_weights"]
         self.model.load_state_dict(state["weights"], strict=False)
         self.optimizer.load_state_dict(state["optimizer"])
-        if state["best_weights"] is not None:
-            torch.save(state["best_weights"], self.folder / "best.pt")
         for row in self.rows:
             log(row)
+
+
+def _base(model):
+    """The model below LoRA's adapters, if there are any."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

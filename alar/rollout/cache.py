@@ -1,12 +1,13 @@
 """Keys and values of many trajectories, and the attention that reads them in place.
 
-A trajectory lives in a slot, where key j is the token at position j: rows of different lengths
-share a batch without padding, and a slot survives from turn to turn. Slots stand on shelves by
-length (128, 256, … keys), so that a short context never pays for a long neighbour; a row that
-outgrows its shelf is copied to the next one. All tokens of a step, one per row that is writing and
-many per row that is being prefilled, go through the model as one packed (1, N, H) sequence: only
-attention knows rows. A slot that nobody owns keeps its keys until it is reused, so that a later
-context with the same beginning can copy them.
+A trajectory lives in a slot, where key j is that of the token at position j. So trajectories of
+different lengths share a batch without padding, and a slot survives from turn to turn. Slots stand
+on shelves by capacity (128, 256, … keys), so that a short context never pays for a long neighbour;
+a trajectory that outgrows its shelf is copied to another. A slot that nobody owns keeps its keys
+until it is reused, so that a later context with the same beginning can copy them.
+
+All tokens of a step go through the model as one packed sequence (1, N, H): one token of each
+trajectory that is writing, many of each that is being prefilled. Only attention tells them apart.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 SLOT_ATTENTION = "slots"  # its name in transformers
-SHELF = 128  # keys by which the shelves differ
+SHELF = 128  # capacities are multiples of this
 
 
 @dataclass(eq=False)
 class Slot:
-    """A place for one trajectory, and the ids and z whose keys and values it holds."""
+    """A place for one trajectory, and the ids and z (H,) whose keys and values it holds."""
 
     shelf: Shelf
     index: int
@@ -41,20 +42,16 @@ class Slot:
         least: int = 0,
     ) -> int:
         """How many leading tokens, z included, this slot has in common with a context; 0 if not
-        more than `least`."""
+        more than `least`. `reserved` is the latent id."""
         length = min(len(self.ids), len(ids))
         if length <= least or self.ids[: least + 1] != ids[: least + 1]:
             return 0
-        if self.ids[:length] != ids[:length]:
+        if self.ids[:length] != ids[:length]:  # compared in C first; most are equal
             length = next(j for j in range(least, length) if self.ids[j] != ids[j])
         if self.latents:
-            thoughts = (
-                [j for j in range(length) if ids[j] == reserved]
-                if reserved in self.ids[:length]
-                else []
-            )
-            for j, one, other in zip(thoughts, self.latents, latents):
-                if one is not other and not np.array_equal(one, other):
+            places = [j for j in range(length) if ids[j] == reserved]
+            for j, ours, theirs in zip(places, self.latents, latents):
+                if ours is not theirs and not np.array_equal(ours, theirs):
                     length = j
                     break
         return length if length > least else 0
@@ -66,7 +63,8 @@ class Slot:
 
 
 class Shelf:
-    """Slots of one capacity: `data` (layers, keys and values, slots, kv heads, capacity, D)."""
+    """Slots of one capacity. `data` is (layers, 2, slots, kv heads, capacity, D), where the 2 are
+    keys and values."""
 
     def __init__(
         self, shape: tuple[int, int, int], capacity: int, dtype: torch.dtype, device: torch.device
@@ -80,7 +78,7 @@ class Shelf:
         return self.data.shape[4]
 
     def free(self) -> Slot:
-        """A slot that nobody owns; twice as many slots are made when there is none."""
+        """A slot that nobody owns. When there is none, the number of slots is doubled."""
         for slot in self.slots:
             if not slot.owned:
                 return slot
@@ -92,6 +90,7 @@ class Shelf:
         return self.slots[count]
 
     def swap(self, one: int, other: int) -> None:
+        """Exchange two slots with what they hold."""
         first, second = self.slots[one], self.slots[other]
         length = max(len(first.ids), len(second.ids))
         left, right = (self.data[:, :, index, :, :length] for index in (one, other))
@@ -101,20 +100,19 @@ class Shelf:
         self.slots[one], self.slots[other], first.index, second.index = second, first, other, one
 
     def bring_forward(self, chosen: Container[Slot]) -> int:
-        """Reorder so that the chosen slots come first, with as few copies as can be; returns how
-        many there are."""
+        """Reorder so that the chosen slots come first, with as few copies as possible; returns how
+        many they are. A batch can then read them as one slice."""
         places = [index for index, slot in enumerate(self.slots) if slot in chosen]
         count = len(places)
-        if places and places[-1] >= count:
-            taken = set(places)
-            gaps = (index for index in range(count) if index not in taken)
-            for gap, index in zip(gaps, (index for index in places if index >= count)):
-                self.swap(gap, index)
+        gaps = sorted(set(range(count)) - set(places))
+        behind = [index for index in places if index >= count]
+        for gap, index in zip(gaps, behind):
+            self.swap(gap, index)
         return count
 
 
 class SlotCache:
-    """All shelves of one model. Capacities are multiples of `SHELF`."""
+    """All shelves of one model."""
 
     def __init__(self, config, dtype: torch.dtype, device: torch.device):
         width = (
@@ -127,7 +125,7 @@ class SlotCache:
     def take(self, length: int) -> Slot:
         """An owned slot with room for `length` keys; what an earlier owner left there still stands
         in `ids`."""
-        capacity = SHELF * -(-length // SHELF)
+        capacity = SHELF * -(-length // SHELF)  # rounded up
         if capacity not in self.shelves:
             self.shelves[capacity] = Shelf(self.shape, capacity, self.dtype, self.device)
         slot = self.shelves[capacity].free()
@@ -150,12 +148,25 @@ class SlotCache:
         self.shelves.clear()
 
 
+@dataclass
+class _Span:
+    """Neighbouring tokens of the packed sequence that attend in one call: the single tokens of
+    `rows` neighbouring slots, or a chunk of one slot."""
+
+    tokens: slice  # of the packed sequence
+    shelf: Shelf
+    rows: slice  # slots of the shelf
+    length: int  # keys that are read, T
+    mask: Tensor  # singles (rows, 1, 1, T), chunk (group · count, T)
+    write: Tensor | None  # singles: where their keys go (rows · kv heads,); None for a chunk
+
+
 class StepLayout:
     """Where the N tokens of one step come from and what each may see.
 
-    `entries` are (slot, count) in the order of the packed sequence: first the single tokens, in
-    which the entries of each shelf fill its first slots in order, then longer chunks. `positions`
-    (1, N) go to the model.
+    `entries` are (slot, count) in the order of the packed sequence: first the single tokens, where
+    those of each shelf fill its first slots in order, then longer chunks. `positions` (1, N) go to
+    the model. `group` is how many query heads share a kv head.
     """
 
     def __init__(
@@ -165,77 +176,78 @@ class StepLayout:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self.group = group  # query heads per kv head
-        starts = [len(slot.ids) for slot, _ in entries]
-        places = [
-            start + offset for start, (_, count) in zip(starts, entries) for offset in range(count)
-        ]
+        self.group = group
+        places = []
+        for slot, count in entries:
+            places += range(len(slot.ids), len(slot.ids) + count)
         self.positions = torch.tensor([places], device=device)
-        self.batches: list[tuple[slice, Shelf, slice, int, Tensor, Tensor | None]] = []
+        self.spans: list[_Span] = []
         begin = first = 0
         while first < len(entries):
             slot, count = entries[first]
-            last, end = first + 1, begin + count
-            neighbours = slot.shelf.slots[slot.index + 1 :] if count == 1 else []
-            for neighbour, entry in zip(neighbours, entries[last:]):
-                if entry != (neighbour, 1):
-                    break
-                last, end = last + 1, end + 1
-            length = max(starts[first:last]) + count
-            positions = self.positions[0, begin:end]
-            visible = torch.arange(length, device=device) <= positions[:, None]  # (tokens, T)
-            mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(
-                ~visible, float("-inf")
-            )
+            last = first + 1
+            if count == 1:  # single tokens of neighbouring slots go together
+                neighbours = slot.shelf.slots[slot.index + 1 :]
+                for neighbour, entry in zip(neighbours, entries[last:]):
+                    if entry != (neighbour, 1):
+                        break
+                    last += 1
+            end = begin + count * (last - first)
+            longest = max(len(slot.ids) for slot, _ in entries[first:last]) + count
             rows = slice(slot.index, slot.index + last - first)
-            if count == 1:
-                mask = mask[:, None, None]  # (rows, 1, 1, T)
-                heads = slot.shelf.data.shape[3]
-                base = torch.arange(rows.start, rows.stop, device=device)[
-                    :, None
-                ] * heads + torch.arange(heads, device=device)
-                write = (base * slot.shelf.capacity + positions[:, None]).reshape(
-                    -1
-                )  # (rows · kv heads)
-            else:
-                mask, write = mask.repeat(group, 1), None  # (group · count, T)
-            self.batches.append((slice(begin, end), slot.shelf, rows, length, mask, write))
+            self.spans.append(self._span(slice(begin, end), slot.shelf, rows, longest, dtype))
             begin, first = end, last
+
+    def _span(
+        self, tokens: slice, shelf: Shelf, rows: slice, length: int, dtype: torch.dtype
+    ) -> _Span:
+        positions = self.positions[0, tokens]
+        device = positions.device
+        visible = torch.arange(length, device=device) <= positions[:, None]  # (tokens, T)
+        mask = torch.zeros(visible.shape, dtype=dtype, device=device)
+        mask = mask.masked_fill_(~visible, float("-inf"))
+        if rows.stop - rows.start < tokens.stop - tokens.start:  # a chunk
+            return _Span(tokens, shelf, rows, length, mask.repeat(self.group, 1), None)
+        # With slots, kv heads and keys as one axis, the new key of slot s and head h stands at
+        # (s · heads + h) · capacity + position: one indexed write then serves all slots.
+        heads = shelf.data.shape[3]
+        slots = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        lines = slots * heads + torch.arange(heads, device=device)  # (rows, kv heads)
+        write = (lines * shelf.capacity + positions[:, None]).reshape(-1)
+        return _Span(tokens, shelf, rows, length, mask[:, None, None], write)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query (1, heads, N, D), key and value (1, kv heads, N, D) of the packed tokens → (1, N,
         heads, D)."""
         _, heads, total, width = query.shape
         output = query.new_empty(total, heads, width)
-        for span, shelf, rows, length, mask, write in self.batches:
-            keys, values = shelf.data[layer]  # (slots, kv heads, capacity, D)
-            kv_heads, tokens = keys.shape[1], span.stop - span.start
-            if write is None:
-                start = length - tokens
-                keys[rows, :, start:length], values[rows, :, start:length] = (
-                    key[:, :, span],
-                    value[:, :, span],
-                )
-                folded = query[:, :, span].reshape(1, kv_heads, self.group * tokens, width)
+        for span in self.spans:
+            keys, values = span.shelf.data[layer]  # (slots, kv heads, capacity, D)
+            tokens, kv_heads = span.tokens.stop - span.tokens.start, keys.shape[1]
+            asked = query[0, :, span.tokens]  # (heads, tokens, D)
+            # The query heads of a group stand beside each other as further queries of their kv
+            # head: `folded` is (batch, kv heads, queries, D).
+            if span.write is None:
+                chunk = slice(span.length - tokens, span.length)
+                keys[span.rows, :, chunk] = key[:, :, span.tokens]
+                values[span.rows, :, chunk] = value[:, :, span.tokens]
+                folded = asked.reshape(1, kv_heads, self.group * tokens, width)
             else:
                 for store, new in ((keys, key), (values, value)):
-                    store.view(-1, width).index_copy_(
-                        0, write, new[0, :, span].transpose(0, 1).reshape(-1, width)
-                    )
-                folded = (
-                    query[0, :, span].transpose(0, 1).reshape(tokens, kv_heads, self.group, width)
-                )
+                    written = new[0, :, span.tokens].transpose(0, 1).reshape(-1, width)
+                    store.view(-1, width).index_copy_(0, span.write, written)
+                folded = asked.transpose(0, 1).reshape(tokens, kv_heads, self.group, width)
             attended = torch.nn.functional.scaled_dot_product_attention(
                 folded,
-                keys[rows, :, :length],
-                values[rows, :, :length],
-                attn_mask=mask,
+                keys[span.rows, :, : span.length],
+                values[span.rows, :, : span.length],
+                attn_mask=span.mask,
                 scale=scale,
             )
-            if write is None:
-                output[span] = attended.reshape(heads, tokens, width).transpose(0, 1)
+            if span.write is None:
+                output[span.tokens] = attended.reshape(heads, tokens, width).transpose(0, 1)
             else:
-                output[span] = attended.reshape(tokens, heads, width)
+                output[span.tokens] = attended.reshape(tokens, heads, width)
         return output[None]
 
 

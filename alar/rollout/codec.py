@@ -1,29 +1,31 @@
 """Text to token ids and back, with origins: the only place where a turn's text is tokenised.
 
-Text from outside (questions, observations) is encoded with special tokens split, so that it can
-never inject `<|im_end|>` or the reserved latent id. Latent positions hold that id; everything else
-is ordinary BPE.
+Text from outside (questions, observations) is encoded with special tokens split, so it can never
+inject `<|im_end|>` or the reserved latent id. Latent positions hold that id; everything else is
+ordinary BPE. A checkpoint whose turns are written otherwise names its own subclass in config.json
+(`codec_class`), as transformers' `auto_map` names a model's code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from importlib import import_module
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from alar import protocol
-from alar.methods.dual.vocabulary import DualVocab
 from alar.records import Origin
+from alar.rollout.constraint import TokenConstraint, TurnPhase
 
 
 class Codec:
     """Encodes prompts, observations and turns for one tokenizer and K = `num_latent` thoughts per
     block.
 
-    `latent_token_id` is None for a base model without latent blocks; asking for one is then an
-    error. `form` is how the turns that it writes look. With a `dual` vocabulary, thoughts are
-    written in latent mirrors of their tokens.
+    `latent_token_id` is None for a model without latent blocks; asking for one is then an error.
+    `form` says how the turns that it writes look.
     """
 
     def __init__(
@@ -32,28 +34,49 @@ class Codec:
         num_latent: int = 0,
         latent_token_id: int | None = None,
         form: protocol.Form = protocol.SEARCH,
-        dual: DualVocab | None = None,
     ):
         self.tokenizer = tokenizer
         self.num_latent = num_latent
         self.latent_token_id = latent_token_id
         self.form = form
-        self.dual = dual
+
+    @staticmethod
+    def of(
+        model, tokenizer: PreTrainedTokenizerBase, form: protocol.Form = protocol.SEARCH
+    ) -> Codec:
+        """The codec of a model, of the class that its config names."""
+        return codec_class(model.config).from_config(model.config, tokenizer, form)
 
     @classmethod
-    def of(
-        cls, model, tokenizer: PreTrainedTokenizerBase, form: protocol.Form = protocol.SEARCH
+    def from_config(
+        cls,
+        config: PretrainedConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        form: protocol.Form = protocol.SEARCH,
     ) -> Codec:
-        config, dual = model.config, getattr(model, "dual_vocab", None)
-        return cls(
-            tokenizer,
-            getattr(config, "num_latent", 0),
-            getattr(config, "latent_token_id", None),
-            form,
-            dual,
-        )
+        num_latent = getattr(config, "num_latent", 0)
+        latent_token_id = getattr(config, "latent_token_id", None)
+        return cls(tokenizer, num_latent, latent_token_id, form)
+
+    # What a subclass may add.
+
+    def constraint(self, device: torch.device | str = "cpu") -> TokenConstraint | None:
+        """What the policy may write, if that is restricted."""
+        return None
+
+    def turn_phase(self, in_think: bool) -> TurnPhase | None:
+        """The constraint's phase at the start of a turn; `in_think`: the context ends in
+        `<think>`."""
+        return None
+
+    def is_latent(self, token: int) -> bool:
+        """Whether a token stands for a thought that is not text."""
+        return token == self.latent_token_id
+
+    # Text to ids.
 
     def trusted(self, text: str) -> list[int]:
+        """Encode text of a template: special tokens in it are meant."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def untrusted(self, text: str) -> list[int]:
@@ -62,11 +85,11 @@ class Codec:
 
     def encode(self, pieces: Sequence[str]) -> list[int]:
         """Encode a text in pieces, those of a template as trusted."""
-        encoded = (
-            self.trusted(p) if isinstance(p, protocol.Trusted) else self.untrusted(p)
-            for p in pieces
-        )
-        return [token for tokens in encoded for token in tokens]
+        ids = []
+        for piece in pieces:
+            trusted = isinstance(piece, protocol.Trusted)
+            ids += self.trusted(piece) if trusted else self.untrusted(piece)
+        return ids
 
     def prompt(self, question: str) -> list[int]:
         """The search domain's prompt."""
@@ -94,89 +117,89 @@ class Codec:
     def latent_turn(
         self, action: str, argument: str, *, first: bool
     ) -> tuple[list[int], list[Origin]]:
-        """A turn that reasons in K latent thoughts: ids and origins (the close tag is FORCED, as in
-        decoding)."""
+        """(ids, origins) of a turn that reasons in K latent thoughts; the close tag is FORCED as in
+        decoding. The first turn begins with the form's opening."""
         if self.latent_token_id is None:
             raise ValueError("this model has no latent token: make one with alar.model.from_base")
+        opening = self.trusted(self.form.opening) if first else []
+        acting = self.untrusted(protocol.BLOCK_SEPARATOR + self.form.action(action, argument))
         pieces = [
-            (self.trusted(self.form.opening) if first else [], Origin.SAMPLED),
-            (self.latent_open, Origin.SAMPLED),
+            (opening + self.latent_open, Origin.SAMPLED),
             ([self.latent_token_id] * self.num_latent, Origin.LATENT),
             (self.latent_close, Origin.FORCED),
-            (
-                self.untrusted(protocol.BLOCK_SEPARATOR + self.form.action(action, argument)),
-                Origin.SAMPLED,
-            ),
-            (self.trusted(self.form.closing), Origin.SAMPLED),
+            (acting + self.trusted(self.form.closing), Origin.SAMPLED),
         ]
         ids = [token for tokens, _ in pieces for token in tokens]
-        return ids, [origin for tokens, origin in pieces for _ in tokens]
+        origins = [origin for tokens, origin in pieces for _ in tokens]
+        return ids, origins
 
     def think_turn(
         self, thought: str, action: str, argument: str, *, first: bool
     ) -> tuple[list[int], list[Origin]]:
-        """A turn that reasons in text, or in its mirrors: NoMirror (a ValueError) if the dual
-        vocabulary lacks one."""
+        """(ids, origins) of a turn that reasons in text."""
+        opening = self.trusted(self.form.opening) if first else []
         acting = protocol.BLOCK_SEPARATOR + self.form.action(action, argument)
-        if self.dual is None:
-            written = self.untrusted(protocol.think_block(thought) + acting)
-        else:
-            mirrors = self.dual.to_mirrors(self.untrusted(thought))
-            written = [
-                *self.dual.think_start_ids,
-                *mirrors,
-                *self.dual.think_end_ids,
-                *self.untrusted(acting),
-            ]
-        ids = (
-            self.trusted(self.form.opening if first else "")
-            + written
-            + self.trusted(self.form.closing)
-        )
+        written = self.thought_and_action(thought, acting)
+        ids = opening + written + self.trusted(self.form.closing)
         return ids, [Origin.SAMPLED] * len(ids)
+
+    def thought_and_action(self, thought: str, acting: str) -> list[int]:
+        """A think block and the text behind it. They are encoded together, because a BPE piece may
+        span the end of the block."""
+        return self.untrusted(protocol.think_block(thought) + acting)
+
+    # Ids to text.
 
     @cached_property
     def piece_bytes(self) -> list[bytes]:
         """The bytes that each id stands for; special tokens and the latent id stand for none.
-        Raises ValueError for a tokenizer that is not byte-level (SentencePiece), whose pieces are
-        no bytes."""
-        special = set(self.tokenizer.all_special_ids) | {self.latent_token_id}
-        added = {
-            token_id: token.content
-            for token_id, token in self.tokenizer.added_tokens_decoder.items()
-        }
-        unicode_to_byte = {character: byte for byte, character in _bytes_to_unicode().items()}
+        Raises ValueError for a tokenizer that is not byte-level (SentencePiece)."""
+        tokenizer = self.tokenizer
+        special = set(tokenizer.all_special_ids) | {self.latent_token_id}
+        added = tokenizer.added_tokens_decoder  # id → token; their content is plain text
+        byte_of = {character: byte for byte, character in _bytes_to_unicode().items()}
         table = []
-        for token_id, piece in enumerate(
-            self.tokenizer.convert_ids_to_tokens(range(len(self.tokenizer)))
-        ):
+        for token_id, piece in enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))):
             if piece is None or token_id in special:
                 table.append(b"")
-            elif token_id in added:
-                table.append(added[token_id].encode())
-            elif unknown := [character for character in piece if character not in unicode_to_byte]:
+                continue
+            if token_id in added:
+                table.append(added[token_id].content.encode())
+                continue
+            unknown = [character for character in piece if character not in byte_of]
+            if unknown:
                 raise ValueError(
-                    f"{self.tokenizer.name_or_path}: the piece {piece!r} holds {unknown[0]!r},"
-                    " which is no byte: this tokenizer is not byte-level, as those of Qwen and"
-                    " Llama-3 are, and turns cannot be read from its ids"
+                    f"{tokenizer.name_or_path}: the piece {piece!r} holds {unknown[0]!r}, which"
+                    " stands for no byte: this tokenizer is not byte-level, as those of Qwen and"
+                    " Llama-3 are, so turns cannot be read from its ids"
                 )
-            else:
-                table.append(bytes(unicode_to_byte[character] for character in piece))
+            table.append(bytes(byte_of[character] for character in piece))
         return table
 
-    def text(self, ids: list[int]) -> str:
-        """Decode for people and for parsing: latent positions as bullets, mirrors as the text of
-        their sources, special tokens dropped."""
-        bullet, ids = (
-            protocol.BULLET.encode(),
-            ids if self.dual is None else self.dual.to_source(ids),
-        )
-        table = self.piece_bytes
-        pieces = (
-            bullet if i == self.latent_token_id else table[i] if i < len(table) else b""
-            for i in ids
-        )
-        return b"".join(pieces).decode("utf-8", errors="replace")
+    def text(self, ids: Sequence[int]) -> str:
+        """Decode for people and for parsing: latent positions become bullets, special tokens
+        nothing."""
+        pieces, bullet = self.piece_bytes, protocol.BULLET.encode()
+        written = []
+        for token in ids:
+            if token == self.latent_token_id:
+                written.append(bullet)
+            elif token < len(pieces):  # rows behind the tokenizer's ids have no text
+                written.append(pieces[token])
+        return b"".join(written).decode("utf-8", errors="replace")
+
+
+def codec_class(config: PretrainedConfig) -> type[Codec]:
+    """The class that a checkpoint's config names by a dotted path in `codec_class`, else `Codec`.
+    Raises ValueError if it names something else."""
+    path = getattr(config, "codec_class", None)
+    if path is None:
+        return Codec
+    module, _, name = path.rpartition(".")
+    found = getattr(import_module(module), name, None)
+    if not (isinstance(found, type) and issubclass(found, Codec)):
+        raise ValueError(f"config.json: codec_class: {path} is no subclass of Codec")
+    return found
 
 
 def _bytes_to_unicode() -> dict[int, str]:

@@ -1,10 +1,11 @@
-"""The agent loop: question → turns of reasoning and action → observation → … → answer. One loop for
-every engine.
+"""The agent loop: question → turns of reasoning and action → observation → … → answer.
 
-The environment says what an action returns, the engine writes the turns, and the loop keeps the
-record: ids, origins, log-probs and z, appended and never derived again from text. A trajectory goes
-on as soon as its turn has ended, and a new question takes the place of one that is answered, so
-that the engine's batch stays full until the last questions.
+There is one loop for every engine and every domain. The engine writes the turns, the environment
+says what an action returns, and the loop keeps the record: ids, origins, log-probs and z are
+appended, and never derived again from text.
+
+A trajectory goes on as soon as its turn has ended, and a new question takes the place of a finished
+one. So the engine's batch stays full until the last questions.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from alar import protocol
-from alar.records import Observation, Origin, Question, Trajectory, TurnRecord
+from alar.records import Environment, Observation, Origin, Question, Trajectory, TurnRecord
 from alar.rollout.engine import Engine, Sampling, TurnOutput, TurnRequest
 
 MODES = ("free", "think", "latent", "off")
 ModePlan = Callable[[int, int], str]  # (row, turn) → one of MODES
-# finished turns are collected until they are one in so many slots: one call of the environment
-# serves them
+# Ended turns are collected until they fill one in QUORUM slots, so that one call of the environment
+# serves several of them.
 QUORUM = 16
+NAN = float("nan")  # the log-prob of tokens that the policy did not choose
 
 
 def run(
@@ -43,11 +45,12 @@ def run(
     """One trajectory for each question, in order.
 
     `modes`: "free" lets the policy choose; "think" and "latent" force the open tag of every turn;
-    "off" leaves `<latent>` plain text (a base model); or a function of (row, turn). At most
-    `batch_size` trajectories are under way at once; the same `seed` gives the same ones whatever
-    `batch_size` is, up to rounding. `first_row` is the row of the first question, for calls that
-    share the rows of one batch. `progress` wraps an iteration in which a step is a finished
-    trajectory.
+    "off" leaves `<latent>` plain text (a base model). Or a function of (row, turn), where row is
+    the place of the question, counted from `first_row`.
+
+    At most `batch_size` trajectories are under way at once. The same `seed` gives the same
+    trajectories for every `batch_size`, up to rounding. `progress` wraps an iteration in which a
+    step is a finished trajectory.
     """
     plan = modes if callable(modes) else lambda row, turn: modes
     if isinstance(modes, str) and modes not in MODES:
@@ -63,18 +66,18 @@ def run(
 
 
 def with_form(environment: Environment, form: protocol.Form) -> Environment:
-    """The same environment, retriever and caches shared, whose prompts or turns look otherwise."""
+    """The environment with another form of prompts and turns; retriever and caches are shared."""
     twin = copy.copy(environment)
     twin.form = form
     return twin
 
 
 @dataclass
-class _Rollout:
-    """A trajectory under way: `mode` is that of the turn being written."""
+class _Unfinished:
+    """A trajectory under way. `mode` is that of the turn being written."""
 
     trajectory: Trajectory
-    latents: list[np.ndarray] = field(default_factory=list)
+    latents: list[np.ndarray] = field(default_factory=list)  # z (H,) of each latent position
     turns: list[protocol.Turn] = field(default_factory=list)
     mode: str = ""
 
@@ -90,161 +93,150 @@ class _Loop:
     first_row: int
 
     def finish(self, questions: Sequence[Question], slots: int) -> Iterator[tuple[int, Trajectory]]:
-        """(row, trajectory) as they end."""
-        live: dict[int, _Rollout] = {}
-        entering, asked = [], 0  # rows whose next turn is to be written, questions begun
+        """(row, trajectory) of every question, in the order in which they end."""
+        live: dict[int, _Unfinished] = {}
+        entering: list[int] = []  # rows whose next turn is to be written
+        asked = 0  # questions begun
         quorum = max(1, slots // QUORUM)
         try:
             while live or asked < len(questions):
                 while asked < len(questions) and len(live) < slots:
                     row = self.first_row + asked
-                    live[row] = _Rollout(
-                        _start(questions[asked], self.engine, self.environment.form)
-                    )
+                    live[row] = self._start(questions[asked])
                     entering.append(row)
                     asked += 1
-                self.engine.submit(
-                    [self._request(row, live[row]) for row in entering], self.sampling
-                )
-                ended = []
+                requests = [self._request(row, live[row]) for row in entering]
+                self.engine.submit(requests, self.sampling)
+
+                ended: list[tuple[TurnRequest, TurnOutput]] = []
                 while self.engine.busy and len(ended) < quorum:
                     ended += self.engine.step()
-                entering = self._take_turns(
-                    live, [(request.session, output) for request, output in ended]
-                )
-                over = [
-                    request.session
-                    for request, _ in ended
-                    if live[request.session].trajectory.finish
-                ]
+
+                outputs = {request.session: output for request, output in ended}
+                entering = self._take_turns(live, outputs)
+                over = [row for row in outputs if live[row].trajectory.finish]
                 self.engine.release(over)
                 for row in over:
                     yield row, self._judge(live.pop(row))
-        finally:
+        finally:  # an error, or a caller who wants no more: the engine forgets what is left
             self.engine.release(list(live))
 
+    def _start(self, question: Question) -> _Unfinished:
+        ids = self.engine.codec.encode(self.environment.form.prompt(question))
+        count = len(ids)
+        no_latents = np.zeros((0, 0), np.float32)
+        return _Unfinished(
+            Trajectory(question, ids, [int(Origin.PROMPT)] * count, [NAN] * count, no_latents)
+        )
+
+    def _request(self, row: int, unfinished: _Unfinished) -> TurnRequest:
+        """The next turn of a trajectory, in the mode that the plan chooses."""
+        trajectory, codec = unfinished.trajectory, self.engine.codec
+        turn = len(trajectory.turns)
+        mode = unfinished.mode = self.plan(row, turn)
+        if mode not in MODES:
+            raise ValueError(f"mode {mode!r} for turn {turn}: expected one of {', '.join(MODES)}")
+        forced: list[int] = []
+        if mode in ("think", "latent"):
+            if turn == 0:
+                forced += codec.trusted(self.environment.form.opening)
+            forced += codec.think_open if mode == "think" else codec.latent_open
+        return TurnRequest(
+            session=row,
+            ids=trajectory.ids,
+            latents=list(unfinished.latents),
+            forced=forced,
+            # Names the turn, not its place in a batch: so `batch_size` does not change the draws.
+            seed=zlib.crc32(f"{self.seed} {row} {turn}".encode()),
+            allow_latent=mode != "off",
+        )
+
     def _take_turns(
-        self, live: dict[int, _Rollout], ended: list[tuple[int, TurnOutput]]
+        self, live: dict[int, _Unfinished], outputs: dict[int, TurnOutput]
     ) -> list[int]:
         """Record the turns that ended and act on them; returns the rows that go on."""
+        final = self.environment.final
         going: list[tuple[int, protocol.Turn]] = []
-        for row, output in ended:
-            rollout = live[row]
-            parsed = _record(
-                rollout.trajectory, output, rollout.mode, self.engine, self.environment.form
-            )
-            rollout.latents.extend(output.latents)
-            rollout.turns.append(parsed)
-            if parsed.action in self.environment.final:
-                rollout.trajectory.prediction, rollout.trajectory.finish = parsed.argument, "answer"
-            elif len(rollout.turns) == self.max_turns and self.environment.final:
-                rollout.trajectory.finish = "max_turns"
-            else:
-                going.append((row, replace(parsed, earlier=tuple(rollout.turns[:-1]))))
-        acting = [
-            (live[row].trajectory.question, parsed)
-            for row, parsed in going
-            if parsed.action is not None
-        ]
-        form = self.environment.form
-        found = iter(self.environment.observe(acting) if acting else ())
-        for row, parsed in going:
+        for row, output in outputs.items():
+            parsed = self._record(live[row], output)
             trajectory = live[row].trajectory
-            observation = (
-                next(found)
-                if parsed.action is not None
-                else Observation(form.invalid(parsed.problem))
-            )
+            if parsed.action in final:
+                trajectory.prediction, trajectory.finish = parsed.argument, "answer"
+            elif final and len(trajectory.turns) == self.max_turns:
+                trajectory.finish = "max_turns"  # what it asks for could not be read any more
+            else:
+                earlier = tuple(live[row].turns[:-1])
+                going.append((row, replace(parsed, earlier=earlier)))
+        self._act([(live[row].trajectory, parsed) for row, parsed in going])
+        return [row for row, _ in going if not live[row].trajectory.finish]
+
+    def _act(self, going: Sequence[tuple[Trajectory, protocol.Turn]]) -> None:
+        """Execute the actions of some turns in one call, and append what they return."""
+        form = self.environment.form
+        acting = [(t.question, parsed) for t, parsed in going if parsed.action is not None]
+        returned = iter(self.environment.observe(acting) if acting else ())
+        for trajectory, parsed in going:
+            if parsed.action is None:
+                observation = Observation(form.invalid(parsed.problem))
+            else:
+                observation = next(returned)
             if observation.text or not observation.end:
-                _observe(trajectory, observation, self.engine, form)
+                self._observe(trajectory, observation)
             if observation.end:
                 trajectory.finish = observation.end
                 trajectory.prediction = parsed.argument if observation.end == "answer" else None
             elif len(trajectory.turns) == self.max_turns:
                 trajectory.finish = "max_turns"
-        return [row for row, _ in going if not live[row].trajectory.finish]
 
-    def _request(self, row: int, rollout: _Rollout) -> TurnRequest:
-        turn, codec, forced = len(rollout.trajectory.turns), self.engine.codec, []
-        mode = rollout.mode = self.plan(row, turn)
-        if mode in ("think", "latent"):
-            opening = codec.trusted(self.environment.form.opening) if turn == 0 else []
-            forced = opening + (codec.think_open if mode == "think" else codec.latent_open)
-        elif mode not in MODES:
-            raise ValueError(f"mode {mode!r} for turn {turn}: expected one of {', '.join(MODES)}")
-        seed = zlib.crc32(f"{self.seed} {row} {turn}".encode())
-        return TurnRequest(
-            row,
-            rollout.trajectory.ids,
-            list(rollout.latents),
-            forced,
-            seed,
-            allow_latent=mode != "off",
+    def _record(self, unfinished: _Unfinished, output: TurnOutput) -> protocol.Turn:
+        """Append what was written, parse it, and note the turn."""
+        trajectory, form = unfinished.trajectory, self.environment.form
+        start = len(trajectory.ids)
+        # New lists: the engine may still hold the old ones as a context.
+        trajectory.ids = trajectory.ids + output.ids
+        trajectory.origins = trajectory.origins + output.origins
+        trajectory.logprobs = trajectory.logprobs + output.logprobs
+        unfinished.latents.extend(output.latents)
+
+        parsed = form.parse(self.engine.codec.text(output.ids))
+        if form.closing and output.finish == "length":
+            # Such a turn has no stop string, so a cut one can look whole.
+            problem = "the turn was cut at the limit of new tokens"
+            parsed = replace(parsed, action=None, well_formed=False, problem=problem)
+        unfinished.turns.append(parsed)
+        trajectory.turns.append(
+            TurnRecord(
+                start=start,
+                end=len(trajectory.ids),
+                mode=parsed.mode,
+                action=parsed.action,
+                argument=parsed.argument,
+                well_formed=parsed.well_formed,
+                problem=parsed.problem,
+                think_length=len(parsed.policy_text),
+                forced_mode=unfinished.mode if unfinished.mode in ("think", "latent") else "",
+            )
         )
+        return parsed
 
-    def _judge(self, rollout: _Rollout) -> Trajectory:
-        trajectory, latents = rollout.trajectory, rollout.latents
+    def _observe(self, trajectory: Trajectory, observation: Observation) -> None:
+        form = self.environment.form
+        ids = self.engine.codec.encode(form.observation(observation.text))
+        if form.closing and ids[:1] == trajectory.ids[-1:]:
+            ids = ids[1:]  # the policy closed its turn itself
+        trajectory.ids = trajectory.ids + ids
+        trajectory.origins = trajectory.origins + [int(Origin.OBSERVATION)] * len(ids)
+        trajectory.logprobs = trajectory.logprobs + [NAN] * len(ids)
+        if trajectory.turns:
+            trajectory.turns[-1].titles = list(observation.titles)
+
+    def _judge(self, unfinished: _Unfinished) -> Trajectory:
+        """The finished record, with its z (N, H) and the environment's verdict."""
+        trajectory, latents = unfinished.trajectory, unfinished.latents
         width = len(latents[0]) if latents else 0
         trajectory.latents = np.asarray(latents, dtype=np.float32).reshape(len(latents), width)
         if trajectory.prediction is not None:
             trajectory.correct = self.environment.correct(trajectory)
-            trajectory.grade = (
-                self.environment.grade(trajectory) if hasattr(self.environment, "grade") else None
-            )
+            if hasattr(self.environment, "grade"):
+                trajectory.grade = self.environment.grade(trajectory)
         return trajectory
-
-
-def _start(question: Question, engine: Engine, form: protocol.Form) -> Trajectory:
-    ids = engine.codec.encode(form.prompt(question))
-    return Trajectory(
-        question,
-        ids,
-        [int(Origin.PROMPT)] * len(ids),
-        [float("nan")] * len(ids),
-        np.zeros((0, 0), np.float32),
-    )
-
-
-def _record(
-    trajectory: Trajectory, output: TurnOutput, mode: str, engine: Engine, form: protocol.Form
-) -> protocol.Turn:
-    """Append what was written, parse it, and note the turn."""
-    start = len(trajectory.ids)
-    trajectory.ids = trajectory.ids + output.ids
-    trajectory.origins = trajectory.origins + output.origins
-    trajectory.logprobs = trajectory.logprobs + output.logprobs
-    parsed = form.parse(engine.codec.text(output.ids))
-    if form.closing and output.finish == "length":
-        parsed = replace(
-            parsed,
-            action=None,
-            well_formed=False,
-            problem="the turn was cut at the limit of new tokens",
-        )
-    trajectory.turns.append(
-        TurnRecord(
-            start,
-            len(trajectory.ids),
-            parsed.mode,
-            parsed.action,
-            parsed.argument,
-            parsed.well_formed,
-            parsed.problem,
-            len(parsed.policy_text),
-            mode if mode in ("think", "latent") else "",
-        )
-    )
-    return parsed
-
-
-def _observe(
-    trajectory: Trajectory, observation: Observation, engine: Engine, form: protocol.Form
-) -> None:
-    ids = engine.codec.encode(form.observation(observation.text))
-    if form.closing and ids[:1] == trajectory.ids[-1:]:
-        ids = ids[1:]  # the policy closed its turn itself
-    trajectory.ids = trajectory.ids + ids
-    trajectory.origins = trajectory.origins + [int(Origin.OBSERVATION)] * len(ids)
-    trajectory.logprobs = trajectory.logprobs + [float("nan")] * len(ids)
-    if trajectory.turns:
-        trajectory.turns[-1].titles = list(observation.titles)

@@ -14,20 +14,17 @@ COLOURS = {"loss": "#CDEBDF", "latent": "#CBE1F2", "context": "white"}
 
 
 def coloured(example: Example, codec: Codec) -> HTML:
-    """The text of an example: green where the loss is, blue where a latent or a mirror is fed,
-    white for everything else."""
+    """The text of an example: green where the loss is, blue at positions that hold a latent, white
+    for everything else."""
 
     def kind(pair: tuple[int, int]) -> str:
         token, label = pair
-        if token == codec.latent_token_id or (
-            codec.dual is not None and codec.dual.is_mirror(token)
-        ):
+        if codec.is_latent(token):
             return "latent"
         return "context" if label == -100 else "loss"
 
-    spans = [
-        "<span"
-        f" style='background:{COLOURS[name]}'>{html.escape(codec.text([token for token, _ in run]))}</span>"
-        for name, run in groupby(zip(example.ids, example.labels), kind)
-    ]
+    spans = []
+    for name, run in groupby(zip(example.ids, example.labels), kind):
+        text = html.escape(codec.text([token for token, _ in run]))
+        spans.append(f"<span style='background:{COLOURS[name]}'>{text}</span>")
     return HTML(f"<pre style='white-space:pre-wrap'>{''.join(spans)}</pre>")

@@ -5,7 +5,7 @@ verl asks an agent loop manager for two things: take a batch of prompts, and put
 into the TransferQueue. Each worker runs our loop over its prompts × group in a thread, with the
 rows, seeds and forced modes of the single-process trainer, and reports per rollout: token ids, the
 mask of SAMPLED tokens, their behaviour log-probs, z if they are to be fed as recorded, and a
-`Summary` for rewards, credit and metrics.
+`TrajectorySummary` for rewards, credit and metrics.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from alar.engines.verl.data import question_of
 from alar.engines.verl.rollout import RemoteEngine, server_name
 from alar.engines.verl.settings import Job
 from alar.engines.verl.vllm import ServedEngine
-from alar.methods.length_rewards import with_stated_limit
 from alar.records import Environment, Origin, Question, Trajectory
-from alar.rl.rollouts import Summary, explores, mode_plan, rollout_seed, validation_mode
+from alar.rl.summary import TrajectorySummary
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Sampling
 from alar.rollout.loop import run
@@ -67,7 +66,7 @@ def to_output(
     trajectory.check()
     prompt = trajectory.turns[0].start
     origins, logprobs = trajectory.origins[prompt:], trajectory.logprobs[prompt:]
-    note = asdict(Summary.of(trajectory, codec, explorer=explorer)) | {
+    note = asdict(TrajectorySummary.of(trajectory, codec, explorer=explorer)) | {
         "prompt_length": prompt,
         "p_latent": list(p_latent),
     }
@@ -100,7 +99,7 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.job = Job.of(OmegaConf.to_container(self.config.alar, resolve=True))
+        self.job = Job.from_json(OmegaConf.to_container(self.config.alar, resolve=True))
         self.retrieval = dict(self.job.environment)
         self.domain = catalogue.of(self.retrieval.pop("domain", "search"))
         self.environment: Environment | None = None  # made for the first prompts
@@ -137,7 +136,7 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             )
         tag = {"status": "finished"}
         try:
-            group = 1 if validate else self.job.rl.group_size
+            group = 1 if validate else self.job.strategy.sampler.group_size
             questions = [
                 question_of(prompt["extra_info"]) for prompt in prompts for _ in range(group)
             ]
@@ -165,43 +164,46 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     def _rollouts(
         self, questions: list[Question], step: int, validate: bool, first_row: int, server: int
     ) -> list[LatentOutput]:
-        rl, engine = self.job.rl, self._engine(server)
+        job, engine = self.job, self._engine(server)
+        reward, sampler = job.strategy.reward, job.strategy.sampler
         if self.environment is None:
-            self.environment = with_stated_limit(
-                self.domain.environment(questions, **self.retrieval), rl.length_reward
-            )
+            plain = self.domain.environment(questions, **self.retrieval)
+            self.environment = reward.environment(plain)
+        if validate:
+            temperature, modes, seed, first_row = 0.0, reward.modes, 0, 0
+        else:
+            temperature, seed = job.rl.temperature, sampler.rollout_seed(step)
+            modes = sampler.modes(step) if reward.modes == "free" else "off"
         trajectories = run(
             questions,
             engine,
             self.environment,
-            Sampling(
-                rl.max_new_tokens, 0.0 if validate else rl.temperature, stop=self.environment.stop
-            ),
-            modes=validation_mode(rl) if validate else mode_plan(rl, step),
-            max_turns=rl.max_turns,
-            batch_size=rl.rollout_batch,
-            seed=0 if validate else rollout_seed(rl, step),
-            first_row=0 if validate else first_row,
+            Sampling(job.max_new_tokens, temperature, stop=self.environment.stop),
+            modes=modes,
+            max_turns=job.max_turns,
+            batch_size=job.batch_size,
+            seed=seed,
+            first_row=first_row,
         )
-        unscored = validate or rl.length_reward
-        explorer = [not validate and explores(rl, first_row + i) for i in range(len(trajectories))]
-        free = [] if unscored else [i for i, t in enumerate(trajectories) if not explorer[i]]
-        probabilities = (
-            dict(zip(free, engine.latent_probabilities([trajectories[i] for i in free])))
-            if free
-            else {}
-        )
-        cached = rl.latents == "cached"
+        explorer = [
+            not validate and sampler.explores(first_row + row) for row in range(len(trajectories))
+        ]
+        p_latent: dict[int, list[float]] = {}  # row → of the trajectories whose modes were all free
+        if not validate and reward.modes == "free":
+            free = [row for row in range(len(trajectories)) if not explorer[row]]
+            if free:
+                found = engine.latent_probabilities([trajectories[row] for row in free])
+                p_latent = dict(zip(free, found))
         return [
             to_output(
-                t,
+                trajectory,
                 self.codec,
                 step=step,
-                p_latent=probabilities.get(i, ()),
-                cached=cached,
-                explorer=explorer[i],
+                p_latent=p_latent.get(row, ()),
+                cached=job.rl.latents == "cached",
+                explorer=explorer[row],
             )
-            for i, t in enumerate(trajectories)
+            for row, trajectory in enumerate(trajectories)
         ]
 
     def _engine(self, server: int) -> RemoteEngine | ServedEngine:

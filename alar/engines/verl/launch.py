@@ -24,6 +24,7 @@ RayActorError. The log is `FOLDER/job.log`.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -32,7 +33,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +41,13 @@ import torch
 from alar.engines.verl.data import write_prompts
 from alar.engines.verl.settings import Job, compose, environment_variables, require_verl
 from alar.files import read_jsonl
-from alar.methods.dual.vocabulary import find
 from alar.records import Question
 from alar.rl.config import RLConfig
-from alar.rl.rollouts import prompts_of_step
+from alar.rl.strategy import Strategy
 
 FOLLOWED = "--followed"
 TAIL = 25  # lines of the log that an error shows
-PERMITTED_CHANGES = {
-    "overrides",
-    "gpus",
-    "nodes",
-    "processes",
-    "tensor_parallel",
-    "rollout",
-    "threads",
-}
+MACHINES = {"overrides", "gpus", "nodes", "processes", "tensor_parallel", "rollout", "threads"}
 
 
 class JobFailed(RuntimeError):
@@ -109,36 +100,40 @@ def verl_job(
     questions: Sequence[Question],
     validation: Sequence[Question],
     rl: RLConfig,
+    strategy: Strategy,
     *,
     environment: dict[str, Any],
     engine: str = "hf",
-    nodes: int = 1,
-    tensor_parallel: int = 1,
+    **limits: int,
 ) -> Job:
-    """A job on all GPUs of this machine (and of as many `nodes`), or in one CPU process; its
+    """A job on all GPUs of this machine (and of `rl.nodes` like it), or in one CPU process; its
     prompts are written to `folder`.
 
-    `engine`: "hf", the in-process engine, or "vllm". `environment`: the `domain` and the settings
-    of its environment (`alar.domains.catalogue`). Raises ValueError for a dual vocabulary, whose
-    constraint verl's log-probs do not know.
+    `environment`: the `domain` and the settings of its environment (`alar.domains.catalogue`).
+    `engine`: "hf", the in-process engine, or "vllm". `limits`: `max_turns`, `max_new_tokens` and
+    `batch_size`, as `ARGRPO` takes them. Raises ValueError for a checkpoint with its own codec,
+    because verl's log-probs do not know its constraint.
     """
     folder = Path(folder)
-    if find(model) is not None:
+    config = Path(model) / "config.json"
+    if config.exists() and "codec_class" in json.loads(config.read_text(encoding="utf-8")):
         raise ValueError(
-            f"{model}: a dual vocabulary trains in one process; set rl.trainer to single"
+            f"{model}: has a codec of its own, which verl does not know; set rl.trainer to single"
         )
-    ordered = [q for step in range(1, rl.steps + 1) for q in prompts_of_step(questions, rl, step)]
+    ordered = []
+    for step in range(1, rl.steps + 1):
+        ordered += strategy.sampler.prompts(questions, step)
     return Job(
         model=str(model),
         folder=str(folder),
         prompts=str(write_prompts(folder / "prompts.parquet", ordered)),
         validation=str(write_prompts(folder / "validation.parquet", validation or ordered[:1])),
         rl=rl,
+        strategy=strategy,
         environment=environment,
         gpus=torch.cuda.device_count(),
-        nodes=nodes,
-        tensor_parallel=tensor_parallel,
         rollout=f"alar_{engine}",
+        **limits,
     )
 
 
@@ -146,10 +141,8 @@ def _prepare(job: Job, folder: Path) -> None:
     """Refuse a folder of another job; clear what a finished or interrupted ending left."""
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "job.json").exists() and job.state.exists():
-        before, now = asdict(Job.read(folder / "job.json")), asdict(job)
-        changed = sorted(
-            key for key in now if before[key] != now[key] and key not in PERMITTED_CHANGES
-        )
+        before, now = _algorithm(Job.read(folder / "job.json")), _algorithm(job)
+        changed = sorted(key for key in now if before.get(key) != now[key])
         if changed:
             raise ValueError(
                 f"{folder}: the job there was started with another {', '.join(changed)}; remove"
@@ -158,6 +151,13 @@ def _prepare(job: Job, folder: Path) -> None:
     shutil.rmtree(job.checkpoint, ignore_errors=True)
     if not job.state.exists():
         job.metrics.unlink(missing_ok=True)
+
+
+def _algorithm(job: Job) -> dict[str, Any]:
+    """What must stay the same when a job is started again; on which machines it runs may change."""
+    plain = job.to_json()
+    plain["rl"] = {key: value for key, value in plain["rl"].items() if key not in MACHINES}
+    return {key: value for key, value in plain.items() if key not in MACHINES}
 
 
 def _new_rows(job: Job, seen: int) -> Iterator[dict]:

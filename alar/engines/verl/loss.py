@@ -8,7 +8,7 @@ from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, register_po
 
 
 @register_policy_loss("alar")
-def policy_loss(
+def alar_loss(
     old_log_prob,
     log_prob,
     advantages,

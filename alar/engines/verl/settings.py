@@ -2,8 +2,8 @@
 
 `hydra_values` is a plain mapping from verl's dotted keys to values, so that a test, or a reader,
 can see everything that we set; `compose` lays it over verl's own defaults. `Job.overrides` comes
-last and may change what the algorithm leaves open (memory, parallelism, logging); `check` refuses
-what it may not.
+last and may change what the algorithm leaves open (memory, parallelism, logging); `refuse_wrong`
+refuses what it may not.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import importlib.metadata
 import importlib.util
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from alar.files import write_json
 from alar.rl.config import RLConfig
+from alar.rl.strategy import ClippedLoss, Reward, Strategy
 
 TESTED_VERL = "0.9.1"
 INSTALL = "python run_all.py --install engines"
@@ -49,9 +50,11 @@ def require_verl() -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """`gpus` per node (0: CPU processes, `processes` of them). `environment`: the domain and the
-    settings of its environment. `rollout`: "alar_hf", the in-process engine on CPUs, or
-    "alar_vllm". `overrides`: verl's own keys.
+    """All that verl's processes need to know; `job.json` holds it.
+
+    `gpus` per node; 0 = `processes` CPU processes. `environment`: the domain and the settings of
+    its environment. `rollout`: "alar_hf", the in-process engine on CPUs, or "alar_vllm".
+    `overrides`: verl's own keys. Raises ValueError for a job that verl cannot run.
     """
 
     model: str
@@ -59,39 +62,32 @@ class Job:
     prompts: str
     validation: str
     rl: RLConfig
+    strategy: Strategy
     environment: dict[str, Any] = field(default_factory=lambda: {"domain": "search"})
+    max_turns: int = 6
+    max_new_tokens: int = 128
+    batch_size: int = 256  # trajectories at once
     gpus: int = 0
-    nodes: int = 1
     processes: int = 1
-    tensor_parallel: int = 1
     rollout: str = "alar_hf"
     threads: int = 1
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
+        self.rl.refuse_inconsistencies()
         if self.rollout not in ROLLOUTS:
             raise ValueError(f"rollout {self.rollout!r}: expected one of {', '.join(ROLLOUTS)}")
-        if self.rollout == "alar_hf" and self.tensor_parallel > 1:
+        if self.rollout == "alar_hf" and self.rl.tensor_parallel > 1:
             raise ValueError(
-                "rollout alar_hf serves a whole model per process; set tensor_parallel to 1, or use"
-                " alar_vllm"
+                "rollout alar_hf serves a whole model per process; set rl.tensor_parallel to 1, or"
+                " use alar_vllm"
             )
         if self.rollout == "alar_vllm" and self.gpus == 0:
             raise ValueError(
                 "rollout alar_vllm needs GPUs: verl moves weights to vLLM through their memory; use"
                 " alar_hf"
             )
-        if self.rl.logprob_reward:
-            raise ValueError(
-                "rl.logprob_reward: rollouts are scored by the single-process trainer only; set"
-                " rl.trainer to single"
-            )
-        if self.rl.length_reward and self.rl.length_reward.off_policy:
-            raise ValueError(
-                "rl.length_reward: under verl the policy samples, so O1-Pruner needs the means of"
-                " its reference model; give a file of them as length_reward.reference"
-                " (alar.methods.length_rewards.write_references)"
-            )
+        _refuse_strategy(self.strategy)
 
     @property
     def workers(self) -> int:
@@ -112,18 +108,36 @@ class Job:
         """The checkpoint folder that the job ends with."""
         return Path(self.folder) / "checkpoint"
 
+    def to_json(self) -> dict[str, Any]:
+        plain = {one.name: getattr(self, one.name) for one in fields(self)}
+        return plain | {"rl": self.rl.model_dump(), "strategy": self.strategy.to_json()}
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Job:
+        rl, strategy = RLConfig(**plain["rl"]), Strategy.from_json(plain["strategy"])
+        return cls(**{**plain, "rl": rl, "strategy": strategy})
+
     def save(self) -> Path:
         path = Path(self.folder) / "job.json"
-        write_json(path, asdict(self))
+        write_json(path, self.to_json())
         return path
 
     @classmethod
     def read(cls, path: str | Path) -> Job:
-        return cls.of(json.loads(Path(path).read_text(encoding="utf-8")))
+        return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
 
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Job:
-        return cls(**{**record, "rl": RLConfig(**record["rl"])})
+
+def _refuse_strategy(strategy: Strategy) -> None:
+    """Raise ValueError for what only the single-process trainer can do."""
+    single = "; set rl.trainer to single"
+    if type(strategy.reward).scorer is not Reward.scorer:
+        raise ValueError("verl: this reward scores with a model of its own process" + single)
+    if strategy.sampler.writer != "policy":
+        raise ValueError(
+            "verl: only the policy itself writes trajectories, not a reference" + single
+        )
+    if type(strategy.loss) is not ClippedLoss:
+        raise ValueError("verl: its own clipped loss is the only one" + single)
 
 
 def environment_variables(job: Job) -> dict[str, str]:
@@ -151,8 +165,9 @@ def hydra_values(job: Job) -> dict[str, Any]:
     micro-batches."""
     from alar.train.supervised import LORA_TARGETS  # brings transformers' Trainer along
 
-    rl, world = job.rl, job.workers * job.nodes
-    rollouts = rl.prompts_per_step * rl.group_size
+    rl, sampler, loss = job.rl, job.strategy.sampler, job.strategy.loss
+    world = job.workers * rl.nodes
+    rollouts = sampler.prompts_per_step * sampler.group_size
     if rollouts % world:
         raise ValueError(
             f"{rollouts} rollouts per step do not divide over {world} processes: change"
@@ -166,7 +181,7 @@ def hydra_values(job: Job) -> dict[str, Any]:
         "actor_rollout_ref.rollout",
         "actor_rollout_ref.model",
     )
-    longest = rl.max_turns * rl.max_new_tokens
+    longest = job.max_turns * job.max_new_tokens
     values = {
         "algorithm.adv_estimator": "grpo",
         "algorithm.use_kl_in_reward": False,
@@ -175,13 +190,13 @@ def hydra_values(job: Job) -> dict[str, Any]:
         ),  # the ratio is to the true behaviour log-probs
         "data.train_files": job.prompts,
         "data.val_files": job.validation,
-        "data.train_batch_size": rl.prompts_per_step,
+        "data.train_batch_size": sampler.prompts_per_step,
         "data.shuffle": False,  # the file stands in the order of the steps
         "data.validation_shuffle": False,
         "data.filter_overlong_prompts": False,
         "data.dataloader_num_workers": 0,
         "data.max_response_length": longest,
-        "data.seed": rl.seed,
+        "data.seed": sampler.seed,
         f"{model}.path": job.model,
         f"{model}.external_lib": f"{ROOM}.external",
         f"{model}.use_remove_padding": True,
@@ -191,20 +206,20 @@ def hydra_values(job: Job) -> dict[str, Any]:
         f"{model}.override_config": {
             "attn_implementation": "sdpa",
             "model_config": {},
-            "alar": {"rl": asdict(rl)},
+            "alar": {"rl": rl.model_dump()},
         },
         f"{model}.lora_rank": rl.lora_rank if rl.trainable == "lora" else 0,
         f"{model}.lora_alpha": rl.lora_alpha,
         f"{model}.target_modules": list(LORA_TARGETS),
         f"{model}.lora.merge": True,  # the rollout receives whole weights, the projector among them
         f"{actor}.strategy": "fsdp2",
-        f"{actor}.ppo_mini_batch_size": rl.prompts_per_step,
+        f"{actor}.ppo_mini_batch_size": sampler.prompts_per_step,
         f"{actor}.ppo_micro_batch_size_per_gpu": micro,
         f"{actor}.use_dynamic_bsz": False,
         f"{actor}.use_torch_compile": False,
         f"{actor}.loss_agg_mode": "token-mean",
-        f"{actor}.clip_ratio_low": rl.clip_low,
-        f"{actor}.clip_ratio_high": rl.clip_high,
+        f"{actor}.clip_ratio_low": loss.clip_low,
+        f"{actor}.clip_ratio_high": loss.clip_high,
         f"{actor}.clip_ratio_c": 3.0,
         f"{actor}.policy_loss.loss_mode": "alar",
         f"{actor}.entropy_coeff": 0.0,
@@ -231,16 +246,16 @@ def hydra_values(job: Job) -> dict[str, Any]:
         },
         "actor_rollout_ref.ref.use_torch_compile": False,
         f"{rollout}.name": job.rollout,
-        f"{rollout}.n": rl.group_size,
+        f"{rollout}.n": sampler.group_size,
         f"{rollout}.val_kwargs.n": 1,
         f"{rollout}.temperature": rl.temperature,
         f"{rollout}.calculate_log_probs": True,
         f"{rollout}.response_length": longest,
-        f"{rollout}.tensor_model_parallel_size": job.tensor_parallel,
+        f"{rollout}.tensor_model_parallel_size": rl.tensor_parallel,
         f"{rollout}.free_cache_engine": on_gpu,
         f"{rollout}.log_prob_micro_batch_size_per_gpu": micro,
         f"{rollout}.log_prob_use_dynamic_bsz": False,
-        f"{rollout}.agent.num_workers": world if job.rollout == "alar_hf" else job.nodes,
+        f"{rollout}.agent.num_workers": world if job.rollout == "alar_hf" else rl.nodes,
         f"{rollout}.agent.agent_loop_manager_class": f"{ROOM}.agent.LatentAgentLoopManager",
         "reward.num_workers": 0,  # the agent loop judges answers itself
         "trainer.device": "cuda" if on_gpu else "cpu",
@@ -251,7 +266,7 @@ def hydra_values(job: Job) -> dict[str, Any]:
             "name": "LatentReplayBuffer",
         },
         "trainer.n_gpus_per_node": job.workers,
-        "trainer.nnodes": job.nodes,
+        "trainer.nnodes": rl.nodes,
         "trainer.total_training_steps": rl.steps,
         "trainer.total_epochs": 1,
         "trainer.save_freq": rl.checkpoint_every,
@@ -264,9 +279,9 @@ def hydra_values(job: Job) -> dict[str, Any]:
         "trainer.project_name": "alar",
         "trainer.experiment_name": Path(job.folder).name,
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": (
-            2 * job.nodes if on_gpu else 1
+            2 * rl.nodes if on_gpu else 1
         ),
-        "alar": asdict(job),
+        "alar": job.to_json(),
         "ray_kwargs.ray_init.runtime_env": {"env_vars": environment_variables(job)},
     }
     if not on_gpu:
@@ -292,11 +307,11 @@ def compose(job: Job):
     OmegaConf.set_struct(config, False)
     for key, value in hydra_values(job).items():
         OmegaConf.update(config, key, value, merge=not isinstance(value, Mapping), force_add=True)
-    check(config)
+    refuse_wrong(config)
     return config
 
 
-def check(config) -> None:
+def refuse_wrong(config) -> None:
     """Raise ValueError for what would be computed wrongly, each with its remedy."""
     actor, problems = config.actor_rollout_ref.actor, []
     if (

@@ -24,18 +24,11 @@ from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.ppo.v1 import PPOTrainerSync
 from verl.utils.logging_utils import configure_verl_logging
 
-from alar.engines.verl.settings import Job, check
+from alar.engines.verl.settings import Job, refuse_wrong
 from alar.engines.verl.worker import LatentActorRolloutRefWorker
 from alar.files import append_jsonl, rewind_jsonl, write_json
 from alar.rl.config import learning_rate_at
-from alar.rl.rollouts import (
-    Summary,
-    rewards_of,
-    rollout_metrics,
-    token_advantages,
-    trained_rows,
-    validation_metrics,
-)
+from alar.rl.summary import TrajectorySummary, rollout_metrics, validation_metrics
 
 ROW_OF = {  # metrics.jsonl ← verl
     "loss": "actor/pg_loss",
@@ -46,11 +39,11 @@ ROW_OF = {  # metrics.jsonl ← verl
 }
 
 
-class LatentTrainer(PPOTrainerSync):
+class VerlARGRPO(PPOTrainerSync):
     def __init__(self, config):
-        check(config)
+        refuse_wrong(config)
         super().__init__(config)
-        self.job = Job.of(OmegaConf.to_container(config.alar, resolve=True))
+        self.job = Job.from_json(OmegaConf.to_container(config.alar, resolve=True))
         self.row: dict = {}  # what this step adds to metrics.jsonl
         self.started = time.perf_counter()
 
@@ -83,7 +76,7 @@ class LatentTrainer(PPOTrainerSync):
     def _compute_advantage(self, batch, metrics):
         """Write `rm_scores` (the shaped reward on the last token), `advantages` and `returns` of a
         step's rollouts."""
-        rl, step = self.job.rl, self.global_steps
+        strategy, step, total = self.job.strategy, self.global_steps, self.job.rl.steps
         fields = ["uid", "extra_fields", "response_mask"]
         data = tq.kv_batch_get(
             keys=batch.keys, partition_id=batch.partition_id, select_fields=fields
@@ -94,10 +87,10 @@ class LatentTrainer(PPOTrainerSync):
         notes, groups = [extras[i]["alar"] for i in real], [uids[i] for i in real]
         prompts = [note["prompt_length"] for note in notes]
         summaries = [summary_of(note) for note in notes]
-        rewards = rewards_of(summaries, groups, rl, step)
+        rewards = strategy.reward.rewards(summaries, groups, step, total)
         lengths = [prompt + len(masks[i]) for prompt, i in zip(prompts, real)]
-        advantages, _ = token_advantages(summaries, lengths, rewards, groups, rl, step)
-        trained = trained_rows(rewards, groups, rl)
+        advantages = strategy.credit.advantages(summaries, lengths, rewards, groups, step, total)
+        trained = strategy.sampler.kept(rewards, groups)
         scores = [torch.zeros(len(mask)) for mask in masks]
         tokens = [torch.zeros(len(mask)) for mask in masks]
         for place, i in enumerate(real):
@@ -116,8 +109,10 @@ class LatentTrainer(PPOTrainerSync):
             ),
         )
         p_latent = [note["p_latent"] for note in notes if note["p_latent"]]
-        self.row |= rollout_metrics(summaries, p_latent, rewards, groups, rl, step)
-        self.row["learning_rate"] = learning_rate_at(step - 1, rl)
+        self.row |= rollout_metrics(
+            summaries, p_latent, rewards, groups, trained, step=step, total_steps=total
+        )
+        self.row["learning_rate"] = learning_rate_at(step - 1, self.job.rl)
         self.row["trained_tokens"] = sum(length for length, used in zip(lengths, trained) if used)
         self.nothing_to_learn = not any(trained)
         metrics.update({f"alar/{name}": value for name, value in self.row.items()})
@@ -135,12 +130,14 @@ class LatentTrainer(PPOTrainerSync):
     ):
         """Validation in the names of metrics.jsonl; the best policy so far is exported."""
         notes = reward_extra_infos_dict.pop("alar")
-        checked = validation_metrics([summary_of(json.loads(note)) for note in notes], self.job.rl)
+        reward = self.job.strategy.reward
+        summaries = [summary_of(json.loads(note)) for note in notes]
+        checked = validation_metrics(summaries, reward.validation(summaries, self.job.rl.steps))
         self.row |= checked
-        best, reward = self._best(), checked["validation_reward"]
-        if self.job.rl.select == "best" and (not best or reward > best[-1]["reward"]):
+        best, found = self._best(), checked["validation_reward"]
+        if reward.selects and (not best or found > best[-1]["reward"]):
             self.actor_rollout_wg.export_checkpoint(str(self._best_folder(self.global_steps)))
-            self._keep_best([*best[-1:], {"step": self.global_steps, "reward": reward}])
+            self._keep_best([*best[-1:], {"step": self.global_steps, "reward": found}])
         metrics = super()._val_metrics_update(
             data_sources, sample_uids, reward_extra_infos_dict, sample_turns, **kwargs
         )
@@ -175,9 +172,11 @@ class LatentTrainer(PPOTrainerSync):
             shutil.rmtree(self._best_folder(step), ignore_errors=True)
 
 
-def summary_of(note: dict) -> Summary:
+def summary_of(note: dict) -> TrajectorySummary:
     """The summary in what an agent loop worker noted of a rollout."""
-    return Summary(**{name: _tuples(note[name]) for name in Summary.__dataclass_fields__})
+    return TrajectorySummary(
+        **{name: _tuples(note[name]) for name in TrajectorySummary.__dataclass_fields__}
+    )
 
 
 def _tuples(value):
@@ -198,7 +197,7 @@ class LatentTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):
         self.config = config
         tq.init(config.transfer_queue)
         try:
-            self.trainer = LatentTrainer(config)
+            self.trainer = VerlARGRPO(config)
             self.trainer.init()
             if self.trainer.global_steps < config.trainer.total_training_steps:
                 self.init_agent_loop_manager()

@@ -20,6 +20,7 @@ import numpy as np
 
 from alar.engines.vllm.checks import engine_arguments, require_vllm
 from alar.records import Origin, Trajectory
+from alar.rl.summary import TrajectorySummary
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Engine, Sampling, TurnOutput, TurnRequest, TurnWriter
 
@@ -129,9 +130,7 @@ def replay(codec: Codec, request: TurnRequest, sampling: Sampling, answer) -> Tu
 
 
 def _seen_probability(trajectory: Trajectory, turn: int, codec: Codec) -> float | None:
-    from alar.rl.rollouts import Summary
-
-    summary = Summary.of(trajectory, codec)
+    summary = TrajectorySummary.of(trajectory, codec)
     latent, (begin, end) = summary.modes[turn], summary.tags[turn]
     logprobs = trajectory.logprobs[begin:end]
     if latent is None or not logprobs or np.isnan(logprobs).any():

@@ -1,15 +1,15 @@
-"""What the latent engine needs from vLLM, and a refusal with the remedy for everything that could
-not be exact.
+"""What the latent engine needs from vLLM; whatever could not be exact is refused with the remedy.
 
 The scheduler and the forcing rely on two private methods of vLLM's scheduler and on the
-first-generation model runner. They are verified by the tests for the versions in `TESTED_VLLM`;
-another version is refused, never tried.
+first-generation model runner. The tests verify them for the versions in `TESTED_VLLM`. Any other
+version is refused.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 TESTED_VLLM = ("0.30.0",)
@@ -29,8 +29,8 @@ SERVE = (
 
 
 class EngineRefused(RuntimeError):
-    """vLLM is missing, or set up in a way in which latent blocks could not be exact; the message
-    names the remedy."""
+    """vLLM is missing, or its settings would make latent blocks inexact; the message names the
+    remedy."""
 
 
 def vllm_version() -> str | None:
@@ -59,14 +59,14 @@ def require_vllm() -> None:
 
 
 def require_entry_point() -> None:
-    """Raise EngineRefused unless vLLM's further processes will find ALAR's plugin; they know
-    installed packages only."""
+    """Raise EngineRefused unless vLLM's other processes will find ALAR's plugin. They look among
+    installed packages."""
     found = importlib.metadata.entry_points(group="vllm.general_plugins")
     if not any(point.value == PLUGIN for point in found):
         raise EngineRefused(
-            "alar is not installed here, or was installed before it had its vLLM plugin, so that"
-            " vLLM's other processes would not know its models. Install it with: python -m pip"
-            " install --no-deps -e . (in the folder of pyproject.toml)"
+            "alar is not installed here, or was installed before it had its vLLM plugin, so vLLM's"
+            " other processes would not know its models. Install it with: python -m pip install"
+            " --no-deps -e . (in the folder of pyproject.toml)"
         )
 
 
@@ -81,7 +81,7 @@ def engine_arguments(*, async_scheduling: bool = True) -> dict:
 
 
 def stored_dtype(folder: str | Path) -> str:
-    """The dtype of a checkpoint's weights, for vLLM's `dtype`: its own choice, "auto", would narrow
+    """The dtype of a checkpoint's weights, for vLLM's `dtype`. Its own choice, "auto", would narrow
     float32 to 16 bits."""
     config = Path(folder) / "config.json"
     if not config.exists():  # a name on the hub
@@ -98,99 +98,106 @@ def check_engine(vllm_config) -> None:
     checkpoint avoids it.
     """
     require_vllm()
-    problems = []
-    scheduling, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+    problems = [*_part_problems(vllm_config), *_setting_problems(vllm_config), *_missing_hooks()]
+    if problems:
+        listed = "\n- ".join(problems)
+        raise EngineRefused(
+            f"vLLM cannot serve this ALAR checkpoint exactly:\n- {listed}\nRemedy: {SERVE}"
+        )
+
+
+def _part_problems(vllm_config) -> Iterator[str]:
+    """Our own parts that are missing."""
+    scheduling = vllm_config.scheduler_config
     wanted = SCHEDULERS[bool(scheduling.async_scheduling)]
     chosen = scheduling.scheduler_cls
     if not isinstance(chosen, str) and chosen is not None:
         chosen = f"{chosen.__module__}.{chosen.__qualname__}"
-    if chosen not in (
-        wanted,
-        SCHEDULERS[True],
-    ):  # the asynchronous one also serves where vLLM turns that off (CPUs)
-        problems.append(
+    # The asynchronous one also serves where vLLM turns asynchronous scheduling off (CPUs).
+    if chosen not in (wanted, SCHEDULERS[True]):
+        yield (
             f"scheduler_cls is {chosen}: latent positions of a recomputed context would be fed as"
             f" plain embeddings; set it to {wanted}"
         )
-    processors = [
-        item if isinstance(item, str) else f"{item.__module__}:{item.__qualname__}"
-        for item in vllm_config.model_config.logits_processors or []
-    ]
+    processors = []
+    for item in vllm_config.model_config.logits_processors or []:
+        named = isinstance(item, str)
+        processors.append(item if named else f"{item.__module__}:{item.__qualname__}")
     if FORCER not in processors:
-        problems.append(
+        yield (
             f"the logits processor {FORCER} is missing: no block would open; add it to"
             " logits_processors"
         )
     elif processors[-1] != FORCER:
-        problems.append(
-            f"{FORCER} must be the last logits processor, so that nothing undoes a forced token"
-        )
-    if parallel.pipeline_parallel_size > 1:
-        problems.append(
-            "pipeline parallelism: z needs the last layer's output on the first rank; use tensor"
-            " parallelism"
-        )
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        problems.append(
-            "context parallelism: a rank does not hold the whole KV block; use tensor parallelism"
-        )
+        yield f"{FORCER} must be the last logits processor, so that nothing undoes a forced token"
+
+
+def _setting_problems(vllm_config) -> list[str]:
+    """Settings in which z could be wrong."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     graphs = vllm_config.compilation_config.cudagraph_mode
-    if graphs is not None and graphs.mixed_mode().name == "FULL":
-        problems.append(
-            f"cudagraph_mode {graphs.name}: prefilling and decoding would share padded graphs, in"
-            " which a request's tokens cannot be told from padding; leave it at FULL_AND_PIECEWISE"
-        )
-    if parallel.data_parallel_size > 1:
-        problems.append(
-            "data parallelism: a record lies on one rank and is asked of all; start one server per"
-            " replica"
-        )
-    if str(vllm_config.cache_config.cache_dtype).startswith("fp8"):
-        problems.append(
-            "an fp8 KV cache: not verified for latent blocks; leave kv_cache_dtype at auto"
-        )
-    if parallel.use_ubatching:
-        problems.append(
-            "dual batch overlap: a step's requests would be split; leave enable_dbo off"
-        )
-    if vllm_config.speculative_config is not None:
-        problems.append(
+    contexts = (parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
+    cases = [
+        (
+            parallel.pipeline_parallel_size > 1,
+            "pipeline parallelism: z needs the last layer's output on the first rank; use tensor"
+            " parallelism",
+        ),
+        (
+            max(contexts) > 1,
+            "context parallelism: a rank does not hold the whole KV block; use tensor parallelism",
+        ),
+        (
+            graphs is not None and graphs.mixed_mode().name == "FULL",
+            "full CUDA graphs: prefilling and decoding would share padded graphs, in which a"
+            " request's tokens cannot be told from padding; leave it at FULL_AND_PIECEWISE",
+        ),
+        (
+            parallel.data_parallel_size > 1,
+            "data parallelism: z lie on one rank and are asked of all; start one server per"
+            " replica",
+        ),
+        (
+            str(vllm_config.cache_config.cache_dtype).startswith("fp8"),
+            "an fp8 KV cache: not verified for latent blocks; leave kv_cache_dtype at auto",
+        ),
+        (
+            parallel.use_ubatching,
+            "dual batch overlap: a step's requests would be split; leave enable_dbo off",
+        ),
+        (
+            vllm_config.speculative_config is not None,
             "speculative decoding: drafts would pass over latent positions; leave"
-            " speculative_config out"
-        )
-    if vllm_config.kv_transfer_config is not None:
-        problems.append(
+            " speculative_config out",
+        ),
+        (
+            vllm_config.kv_transfer_config is not None,
             "KV connector: it moves keys and values without the hidden states; leave"
-            " kv_transfer_config out"
-        )
-    if getattr(vllm_config, "use_v2_model_runner", False):
-        problems.append(
-            "the second model runner has no logits processors; set VLLM_USE_V2_MODEL_RUNNER=0"
-        )
-    if vllm_config.model_config.enable_prompt_embeds:
-        problems.append(
-            "prompt embeddings: a context must be token ids; leave enable_prompt_embeds off"
-        )
-    if vllm_config.lora_config is not None:
-        problems.append(
-            "LoRA adapters: merge them into the checkpoint (alar.model.save) and serve that"
-        )
-    if vllm_config.model_config.quantization:
-        problems.append(
+            " kv_transfer_config out",
+        ),
+        (
+            getattr(vllm_config, "use_v2_model_runner", False),
+            "the second model runner has no logits processors; set VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+        (
+            model.enable_prompt_embeds,
+            "prompt embeddings: a context must be token ids; leave enable_prompt_embeds off",
+        ),
+        (
+            vllm_config.lora_config is not None,
+            "LoRA adapters: merge them into the checkpoint (alar.model.save) and serve that",
+        ),
+        (
+            model.quantization,
             "quantised weights: not verified for latent blocks; serve the checkpoint in its own"
-            " dtype"
-        )
-    if getattr(vllm_config.model_config.hf_config, "use_sliding_window", False):
-        problems.append(
-            "sliding-window layers: KV blocks would differ from layer to layer; not supported"
-        )
-    problems += _missing_hooks()
-    if problems:
-        raise EngineRefused(
-            "vLLM cannot serve this ALAR checkpoint exactly:\n- "
-            + "\n- ".join(problems)
-            + f"\nRemedy: {SERVE}"
-        )
+            " dtype",
+        ),
+        (
+            getattr(model.hf_config, "use_sliding_window", False),
+            "sliding-window layers: KV blocks would differ from layer to layer; not supported",
+        ),
+    ]
+    return [problem for present, problem in cases if present]
 
 
 def _missing_hooks() -> list[str]:

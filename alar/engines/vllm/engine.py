@@ -1,9 +1,8 @@
 """`VLLMEngine`: the interface and the results of the in-process engine, written by vLLM.
 
-Ids, log-probs and z come back from vLLM and are replayed through `TurnWriter`, which gives origins
-and the end of the turn and would notice a block that is not what it must be. Contexts go in as
-token ids; the z of their latent positions are recomputed by the engine's own weights, exactly, so
-those of the request are not read.
+Contexts go in as token ids. vLLM recomputes the z of their latent positions exactly, with its own
+weights, so those of the request are not read. Ids, log-probs and z come back and are replayed
+through `TurnWriter`: it gives origins and the end of the turn, and notices a wrong block.
 """
 
 from __future__ import annotations
@@ -29,16 +28,15 @@ NAN = float("nan")
 
 
 class IntegrityError(RuntimeError):
-    """A request failed because z could not be trusted, or its answer contradicts the rules of a
-    block."""
+    """z of a request could not be trusted, or its answer contradicts the rules of a block."""
 
 
 class VLLMEngine(Engine):
     """`Engine` on a checkpoint folder, latent or not.
 
     `arguments` go to `vllm.LLM` and override the defaults: eager on a CPU, CUDA graphs on a GPU.
-    Close the engine, or use it as a context manager: vLLM holds memory and processes. Where a turn
-    fails, `step` raises; those that ended beside it come with the next call.
+    Close the engine, or use it as a context manager: vLLM holds memory and processes. If a turn
+    fails, `step` raises IntegrityError; turns that ended beside it come with the next call.
     """
 
     def __init__(self, folder: str | Path, *, async_scheduling: bool = True, **arguments):
@@ -49,7 +47,7 @@ class VLLMEngine(Engine):
         from vllm.platforms import current_platform
 
         from alar.engines.vllm.plugin import register
-        from alar.engines.vllm.turns import codec_of
+        from alar.engines.vllm.turns import engine_codec
 
         register(imported=current_platform.is_cpu())
         defaults = {
@@ -57,21 +55,17 @@ class VLLMEngine(Engine):
             "skip_tokenizer_init": True,
             "seed": 0,
             "disable_log_stats": True,
+            "dtype": stored_dtype(folder),
         }
-        defaults["dtype"] = stored_dtype(folder)
-        self.llm = LLM(
-            str(folder),
-            **{**defaults, **engine_arguments(async_scheduling=async_scheduling), **arguments},
-        )
+        ours = engine_arguments(async_scheduling=async_scheduling)
+        self.llm = LLM(str(folder), **{**defaults, **ours, **arguments})
         self.config = self.llm.llm_engine.vllm_config
-        self.codec = codec_of(self.config)
+        self.codec = engine_codec(self.config)
         self._keys = itertools.count()
-        self._written: dict[
-            str, tuple[TurnRequest, Sampling]
-        ] = {}  # vLLM's request id → the turn being written
-        self._ended: list[
-            tuple[TurnRequest, TurnOutput]
-        ] = []  # beside one that failed, not handed out yet
+        # vLLM's request id → the turn being written.
+        self._written: dict[str, tuple[TurnRequest, Sampling]] = {}
+        # Turns that ended beside one that failed, and are not handed out yet.
+        self._ended: list[tuple[TurnRequest, TurnOutput]] = []
 
     def __enter__(self) -> VLLMEngine:
         return self
@@ -91,29 +85,28 @@ class VLLMEngine(Engine):
         cleanup_dist_env_and_memory()
 
     def release(self, sessions: Sequence[int]) -> None:
-        """Abort turns in the making. Contexts stay: the prefix cache knows them by their ids and
-        drops the oldest."""
+        """Abort turns in the making. vLLM keeps the keys of contexts and drops the oldest."""
         gone = set(sessions)
         keys = [key for key, (request, _) in self._written.items() if request.session in gone]
         if keys:
             self.llm.llm_engine.abort_request(keys)
-            self._records(keys)
+            self._notes(keys)  # so that the worker forgets them
         for key in keys:
             del self._written[key]
         self._ended = [turn for turn in self._ended if turn[0].session not in gone]
 
     def reset(self) -> None:
-        """Forget all contexts, turns in the making included: call after the weights have changed."""
-        self.release([request.session for request, _ in [*self._written.values(), *self._ended]])
+        """Forget everything: call after the weights have changed."""
+        known = [*self._written.values(), *self._ended]
+        self.release([request.session for request, _ in known])
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(
-                "vLLM kept its prefix cache because requests are under way that were not sent"
-                " through this engine: end them, then call reset again; until then contexts may be"
-                " answered with keys of other weights"
+                "vLLM kept its prefix cache, and with it keys of other weights, because requests"
+                " are under way that this engine did not send: end them, then call reset again"
             )
 
     def load(self, folder: str | Path) -> None:
-        """Take the weights of another checkpoint of the same shape, projector included, in place."""
+        """Take the weights of another checkpoint of the same shape, its projector included."""
         self.llm.collective_rpc("latent_reload", args=(str(folder),))
         self.reset()
 
@@ -122,31 +115,27 @@ class VLLMEngine(Engine):
         return bool(self._written or self._ended)
 
     def submit(self, requests: Sequence[TurnRequest], sampling: Sampling) -> None:
-        sessions = [request.session for request in requests] + [
-            request.session for request, _ in self._written.values()
-        ]
+        sessions = [request.session for request in requests]
+        sessions += [request.session for request, _ in self._written.values()]
         if len(set(sessions)) != len(sessions):
             raise ValueError("two turns of one session are asked for at the same time")
         self._check_lengths(requests, sampling)
         for request in requests:
             key = f"{request.session}.{next(self._keys)}"
             written = len(self._opened(request, sampling).output.ids)
-            prompt = {
-                "prompt_token_ids": [*map(int, request.ids), *map(int, request.forced[:written])]
-            }
-            self.llm.llm_engine.add_request(
-                key, prompt, self._params(request, key, written, sampling)
-            )
+            ids = [*map(int, request.ids), *map(int, request.forced[:written])]
+            params = self._params(request, key, written, sampling)
+            self.llm.llm_engine.add_request(key, {"prompt_token_ids": ids}, params)
             self._written[key] = (request, sampling)
 
     def step(self) -> list[tuple[TurnRequest, TurnOutput]]:
         ended = [answer for answer in self.llm.llm_engine.step() if answer.finished]
-        records = self._records([answer.request_id for answer in ended]) if ended else []
+        notes = self._notes([answer.request_id for answer in ended]) if ended else []
         turns, self._ended, failure = self._ended, [], None
-        for answer, record in zip(ended, records):
+        for answer, noted in zip(ended, notes):
             request, sampling = self._written.pop(answer.request_id)
             try:
-                turns.append((request, self._replay(request, answer, record, sampling)))
+                turns.append((request, self._replay(request, answer, noted, sampling)))
             except IntegrityError as error:
                 failure = failure or error
         if failure:
@@ -154,18 +143,14 @@ class VLLMEngine(Engine):
             raise failure
         return turns
 
-    def _records(self, keys: list[str]) -> list[dict | None]:
-        """What the worker noted of these requests; it forgets them."""
+    def _notes(self, keys: list[str]) -> list[dict | None]:
+        """What the worker noted of these requests (`Notes.fetch`); it forgets them."""
         return self.llm.collective_rpc("latent_records", args=(keys,))[0]
 
     def _check_lengths(self, requests: Sequence[TurnRequest], sampling: Sampling) -> None:
         limit = self.config.model_config.max_model_len
-        longest = (
-            max((len(request.ids) for request in requests), default=0)
-            + sampling.max_new_tokens
-            + self.codec.num_latent
-            + 16
-        )
+        longest = max((len(request.ids) for request in requests), default=0)
+        longest += sampling.max_new_tokens + self.codec.num_latent + 16  # 16: tags of a last block
         if longest > limit:
             raise ValueError(
                 f"a context of {longest} tokens (prompt and new ones) exceeds the engine's {limit}"
@@ -174,14 +159,13 @@ class VLLMEngine(Engine):
             )
 
     def _opened(self, request: TurnRequest, sampling: Sampling) -> TurnWriter:
-        """The turn as far as its prompt can hold it: the forced ids before the first block, which
-        vLLM has to write."""
-        writer, forced = TurnWriter(self.codec, request, sampling), request.forced
-        while (count := len(writer.output.ids)) < len(forced) and writer.forced() == (
-            forced[count],
-            Origin.FORCED,
-        ):
-            writer.push(forced[count], NAN)
+        """The turn as far as its prompt can hold it: the forced ids up to the first block. vLLM has
+        to write that block itself."""
+        writer = TurnWriter(self.codec, request, sampling)
+        for token in request.forced:
+            if writer.forced() != (token, Origin.FORCED):
+                break
+            writer.push(token, NAN)
         return writer
 
     def _params(self, request: TurnRequest, key: str, written: int, sampling: Sampling):
@@ -199,47 +183,41 @@ class VLLMEngine(Engine):
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            # The forcing draws with it, as `HFEngine` does.
             seed=request.seed if sampling.temperature > 0 else None,
             max_tokens=max(1, sampling.max_new_tokens - written),
-            ignore_eos=True,
+            ignore_eos=True,  # EOS ends a turn as a stop token, so it is part of the answer
             stop_token_ids=[self.codec.tokenizer.eos_token_id],
-            detokenize=False,
+            detokenize=False,  # the codec reads the ids
             extra_args=extra,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     def _replay(
-        self, request: TurnRequest, answer, record: dict | None, sampling: Sampling
+        self, request: TurnRequest, answer, noted: dict | None, sampling: Sampling
     ) -> TurnOutput:
+        """The turn that vLLM wrote, checked token by token."""
+
+        def failure(problem: str) -> IntegrityError:
+            return IntegrityError(f"session {request.session}: {problem}")
+
         written = answer.outputs[0]
         if written.finish_reason == "error":
-            raise IntegrityError(
-                f"session {request.session}: {written.stop_reason or 'vLLM failed the request'}"
-            )
-        if record is None:
-            raise IntegrityError(
-                f"session {request.session}: its record is gone; send fewer requests at a time"
-            )
+            raise failure(written.stop_reason or "vLLM failed the request")
+        if noted is None:
+            raise failure("its log-probs and z are gone; send fewer requests at a time")
         width = self.config.model_config.hf_config.hidden_size
-        latents = dict(
-            zip(
-                record["positions"], np.frombuffer(record["latents"], np.float32).reshape(-1, width)
-            )
-        )
+        z = np.frombuffer(noted["latents"], np.float32).reshape(-1, width)  # (N, H)
+        latents = dict(zip(noted["positions"], z))
         writer = self._opened(request, sampling)
         for index, token in enumerate(written.token_ids):
             if writer.done:
                 break
-            due = writer.forced()
-            if due is not None and due[0] != token:
-                raise IntegrityError(
-                    f"session {request.session}: token {index} is {token}, the open block asks for"
-                    f" {due[0]}"
-                )
-            thought = latents.get(index) if due is not None and due[1] is Origin.LATENT else None
-            writer.push(token, record["logprobs"][index], thought)
+            due, origin = writer.forced() or (token, Origin.SAMPLED)
+            if due != token:
+                raise failure(f"token {index} is {token}, the open block asks for {due}")
+            thought = latents.get(index) if origin is Origin.LATENT else None
+            writer.push(token, noted["logprobs"][index], thought)
         if not writer.done:
-            raise IntegrityError(
-                f"session {request.session}: vLLM ended the turn early ({written.finish_reason})"
-            )
+            raise failure(f"vLLM ended the turn early ({written.finish_reason})")
         return writer.output

@@ -1,20 +1,17 @@
-"""The logits processor: opens and closes latent blocks for the whole batch, and draws for seeded
-requests.
+"""The logits processor: opens and closes latent blocks for the whole batch, and draws tokens.
 
-Each tracked request has a `TurnWriter`, brought up to date when the step's tokens are known; one
-indexed write then forces all rows that have something to be forced. The latent id is never sampled:
-the model class bans it.
+Each request that needs it has a `TurnWriter`, which is brought up to date when the step's tokens
+are known. One indexed write then forces all rows that have something to be forced. The latent id is
+never sampled: the model class bans it.
 
-Two things are done here because the place is right:
+Two more things are done here, because this is the place where logits and tokens meet:
 
-* Requests with a seed are drawn by inverting the cumulative distribution, with a number that
-depends on (seed, how many
-  tokens the policy chose before it) only. So a sample does not depend on the batch, on chunks or on
-  preemption, and is the one `HFEngine` draws. (vLLM's own generators rewind at a discarded chunk,
-  which a CPU generator cannot do.)
-* A request whose chunk violated the model's checks gets a token that contradicts its block's
-grammar, from then on; the
-  scheduler sees it and fails the request. Nothing waits for the device.
+* Requests with a seed are drawn by inverting the cumulative distribution: the n-th token that the
+  policy chooses takes the n-th number of its seed. So a sample does not depend on the batch, on
+  chunks or on preemption, and it is the one that `HFEngine` draws. (vLLM's own generators rewind at
+  a discarded chunk, which a CPU generator cannot do.)
+* A request whose chunk broke the model's rules gets a token that contradicts its block's grammar,
+  from then on. The scheduler sees it and fails the request, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -33,55 +30,43 @@ from vllm.v1.sample.logits_processor import (
     process_dict_updates,
 )
 
-from alar.engines.vllm.records import Record, shared
-from alar.engines.vllm.turns import TurnOptions, codec_of, open_turn
-from alar.methods.dual.constraint import PhaseConstraint
+from alar.engines.vllm.notes import Notes, shared
+from alar.engines.vllm.turns import TurnOptions, engine_codec, open_turn
 from alar.records import Origin
 from alar.rollout.codec import Codec
 from alar.rollout.sampling import inverse_cdf
 
 NAN = float("nan")
+PLAIN_ONLY = "goes with temperature and top_p only: leave top_k, min_p and penalties out"
 
 
-class Row:
-    """A tracked request: its writer, and what its sampling needs."""
-
-    __slots__ = (
-        "codec",
-        "options",
-        "prompt",
-        "outputs",
-        "writer",
-        "seen",
-        "temperature",
-        "top_p",
-        "record",
-        "random",
-        "draws",
-    )
+class FollowedRequest:
+    """A request with its writer, and what its sampling needs. `outputs` is vLLM's own list, which
+    grows."""
 
     def __init__(
         self,
         codec: Codec,
         options: TurnOptions,
         params: SamplingParams,
-        prompt,
-        outputs,
-        record: Record | None,
+        prompt: Sequence[int],
+        outputs: list[int],
+        notes: Notes | None,
     ):
         self.codec, self.options, self.prompt, self.outputs = codec, options, prompt, outputs
-        self.temperature, self.top_p, self.record = params.temperature, params.top_p, record
+        self.temperature, self.top_p, self.notes = params.temperature, params.top_p, notes
         self.random = None if options.seed is None else random.Random(options.seed)
-        self.draws: list[float] = []
+        self.draws: list[float] = []  # numbers drawn so far
         self._start()
 
     def _start(self) -> None:
-        self.writer, self.seen = open_turn(self.codec, self.options, self.prompt), 0
+        self.writer = open_turn(self.codec, self.options, self.prompt)
+        self.seen = 0  # outputs that the writer knows
 
     @property
     def decided(self) -> bool:
         """Whether the log-prob, or the choice itself, is computed here."""
-        return self.record is not None or self.random is not None
+        return self.notes is not None or self.random is not None
 
     def forced(self) -> int:
         """The id that must come next, or −1; reads the ids that have come since."""
@@ -102,8 +87,7 @@ class Row:
         return -1 if following is None else following[0]
 
     def draw(self) -> float:
-        """The uniform number of the next token, if the n-th that the policy chooses in this turn:
-        always the n-th number."""
+        """The uniform number of the next token. A step that vLLM repeats takes the same one."""
         if self.writer is None:  # no blocks: every token is chosen
             index = len(self.outputs)
         else:
@@ -118,19 +102,15 @@ class BlockForcer(LogitsProcessor):
     `alar.engines.vllm.turns`."""
 
     def __init__(self, vllm_config, device: torch.device, is_pin_memory: bool):
-        self.codec = codec_of(vllm_config)
+        self.codec = engine_codec(vllm_config)
         self.device = device
         self.shared = shared(vllm_config)
-        dual = self.codec.dual
-        self.constraint = (
-            None if dual is None else PhaseConstraint(self.codec.tokenizer, dual, device)
-        )
-        self.rows: dict[int, Row] = {}
+        self.constraint = self.codec.constraint(device)
+        self.requests: dict[int, FollowedRequest] = {}  # by batch row
         size = vllm_config.scheduler_config.max_num_seqs
-        self.broken = torch.zeros(size, dtype=torch.bool, device=device)
-        self.any_broken = (
-            device.type != "cpu"
-        )  # on a CPU the flags are looked at only once there are some
+        self.broken = torch.zeros(size, dtype=torch.bool, device=device)  # by batch row
+        # On a CPU the flags are looked at only once there are some.
+        self.any_broken = device.type != "cpu"
 
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:
@@ -145,146 +125,134 @@ class BlockForcer(LogitsProcessor):
                 f"latent_record with n = {params.n}: a record belongs to one sample; send n"
                 " requests"
             )
-        if options.record and not plain(params):
-            raise ValueError(
-                "latent_record goes with temperature and top_p only: leave top_k, min_p and"
-                " penalties out"
-            )
-        if (
-            params.seed is not None
-            and params.temperature > 0
-            and not plain(params)
-            and current_platform.is_cpu()
-        ):
-            raise ValueError(
-                "seed on a CPU goes with temperature and top_p only: leave top_k, min_p and"
-                " penalties out"
-            )
+        if plain(params):
+            return
+        if options.record:
+            raise ValueError(f"latent_record {PLAIN_ONLY}")
+        if params.seed is not None and params.temperature > 0 and current_platform.is_cpu():
+            raise ValueError(f"seed on a CPU {PLAIN_ONLY}")
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(self.rows, batch_update, self._row)
+        process_dict_updates(self.requests, batch_update, self._follow)
         if batch_update and self.any_broken:
             self._move_flags(batch_update)
 
-    def _row(
+    def _follow(
         self, params: SamplingParams, prompt: list[int] | None, outputs: list[int]
-    ) -> Row | None:
+    ) -> FollowedRequest | None:
         options = TurnOptions.of(params.extra_args)
-        record = self.shared.store.of(options.record, anew=not outputs) if options.record else None
-        row = Row(self.codec, options, params, prompt or [], outputs, record)
-        return row if row.writer is not None or row.decided else None
+        notes = None
+        if options.record:
+            notes = self.shared.store.of(options.record, anew=not outputs)
+        request = FollowedRequest(self.codec, options, params, prompt or [], outputs, notes)
+        return request if request.writer is not None or request.decided else None
 
     def _move_flags(self, update: BatchUpdate) -> None:
         """Carry the flags along when rows are added, removed and moved; a new request starts
         without."""
-        source = list(range(len(self.broken)))
+        source = list(range(len(self.broken)))  # where each row's flag comes from, −1: nowhere
         for index in (*update.removed, *(added[0] for added in update.added)):
             source[index] = -1
         for one, other, direction in update.moved:
-            swap = direction is MoveDirectionality.SWAP
-            source[one], source[other] = (source[other] if swap else -1), source[one]
+            came = source[other] if direction is MoveDirectionality.SWAP else -1
+            source[one], source[other] = came, source[one]
         index = torch.tensor(source, device=self.device)
         self.broken = self.broken[index.clamp(min=0)] & (index >= 0)
 
     def apply(self, logits: Tensor) -> Tensor:
-        forced: dict[int, int] = {}
-        decided: list[int] = []
-        for index, row in self.rows.items():
-            token = row.forced()
+        """Change logits (R, V) in place."""
+        forced: dict[int, int] = {}  # batch row → id
+        decided: list[int] = []  # batch rows
+        for index, request in self.requests.items():
+            token = request.forced()
             if token >= 0:
                 forced[index] = token
-            if row.decided:
+            if request.decided:
                 decided.append(index)
         if self.constraint is not None:
             self._constrain(logits)
         if decided:
             self._decide(logits, decided, forced)
         elif forced:
-            self._force(
-                logits, list(forced), torch.tensor(list(forced.values()), device=self.device)
-            )
+            self._force(logits, list(forced), self._tensor(list(forced.values())))
         if self.shared.step is not None:
             self._signal(logits, forced)
         return logits
 
+    def _tensor(self, values: Sequence, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
     def _constrain(self, logits: Tensor) -> None:
-        """Forbid what the phase of each row's turn forbids; the writers are up to date."""
-        places = list(self.rows)
-        rows = self.constraint.rows([self.rows[index].writer.phase for index in places])
+        """Forbid what the phase of each request's turn forbids; the writers are up to date."""
+        places = list(self.requests)
+        phases = [request.writer.phase.row for request in self.requests.values()]
+        rows = self.constraint.rows(phases)  # (n, V)
         if places == list(range(logits.shape[0])):
             logits += rows
         else:
-            logits.index_add_(0, torch.tensor(places, device=self.device), rows.to(logits.dtype))
+            logits.index_add_(0, self._tensor(places), rows.to(logits.dtype))
 
     def _force(self, logits: Tensor, rows: Sequence[int], ids: Tensor) -> None:
-        index = torch.tensor(rows, device=self.device)
+        index = self._tensor(rows)
         logits[index] = float("-inf")
         logits[index, ids] = 0.0
 
     def _decide(self, logits: Tensor, decided: list[int], forced: dict[int, int]) -> None:
         """Choose for the seeded rows, note log-probs and z for the recorded ones, and force
         whatever is known then."""
-        rows = [self.rows[index] for index in decided]
+        requests = [self.requests[index] for index in decided]
         whole = decided == list(range(logits.shape[0]))
-        policy = logits if whole else logits[torch.tensor(decided, device=self.device)]  # (n, V)
-        temperatures = [row.temperature for row in rows]
+        policy = logits if whole else logits[self._tensor(decided)]  # (n, V)
+        temperatures = [request.temperature for request in requests]
         if any(value not in (0.0, 1.0) for value in temperatures):
-            policy = (
-                policy
-                / torch.tensor([value or 1.0 for value in temperatures], device=self.device)[
-                    :, None
-                ]
-            )
-        logprobs = torch.log_softmax(policy, dim=-1, dtype=torch.float32)
-        chosen = logprobs.argmax(-1)
+            divisors = self._tensor([value or 1.0 for value in temperatures])
+            policy = policy / divisors[:, None]
+        logprobs = torch.log_softmax(policy, dim=-1, dtype=torch.float32)  # (n, V)
+        chosen = logprobs.argmax(-1)  # (n,)
         if any(temperatures):
-            drawn = [
-                row.random is not None for row in rows
-            ]  # all that have a temperature, see the scheduler
-            draws = torch.tensor(
-                [row.draw() if row.random else 0.0 for row in rows], device=self.device
-            )
-            nucleus = torch.tensor([row.top_p for row in rows], device=self.device)
-            sampled = inverse_cdf(logprobs.exp(), draws, nucleus)
-            chosen = torch.where(torch.tensor(drawn, device=self.device), sampled, chosen)
-        given = torch.tensor([forced.get(index, -1) for index in decided], device=self.device)
+            # The scheduler has given a seed to every request here that has a temperature.
+            drawn = self._tensor([request.random is not None for request in requests])
+            draws = self._tensor([r.draw() if r.random else 0.0 for r in requests])
+            nucleus = self._tensor([request.top_p for request in requests])
+            chosen = torch.where(drawn, inverse_cdf(logprobs.exp(), draws, nucleus), chosen)
+        given = self._tensor([forced.get(index, -1) for index in decided])
         chosen = torch.where(given >= 0, given, chosen)
-        self._record(decided, rows, forced, logprobs.gather(1, chosen[:, None])[:, 0])
-        writes = [
-            i
-            for i, (index, row) in enumerate(zip(decided, rows))
-            if row.temperature > 0 or index in forced
-        ]
-        others = [index for index in forced if not self.rows[index].decided]
-        if writes or others:
-            ids = chosen[torch.tensor(writes, dtype=torch.long, device=self.device)]
-            ids = torch.cat(
-                [
-                    ids,
-                    torch.tensor([forced[i] for i in others], dtype=torch.long, device=self.device),
-                ]
-            )
-            self._force(logits, [decided[i] for i in writes] + others, ids)
+        self._note(decided, requests, forced, logprobs.gather(1, chosen[:, None])[:, 0])
 
-    def _record(
-        self, decided: list[int], rows: list[Row], forced: dict[int, int], logprobs: Tensor
+        # vLLM takes the argmax of rows at temperature 0 itself; all others are forced.
+        writes = []
+        for place, (index, request) in enumerate(zip(decided, requests)):
+            if request.temperature > 0 or index in forced:
+                writes.append(place)
+        others = [index for index in forced if not self.requests[index].decided]
+        if writes or others:
+            ours = chosen[self._tensor(writes, torch.long)]
+            theirs = self._tensor([forced[index] for index in others], torch.long)
+            rows = [decided[place] for place in writes] + others
+            self._force(logits, rows, torch.cat([ours, theirs]))
+
+    def _note(
+        self,
+        decided: list[int],
+        requests: list[FollowedRequest],
+        forced: dict[int, int],
+        logprobs: Tensor,
     ) -> None:
-        latent = self.codec.latent_token_id
-        for place, (index, row) in enumerate(zip(decided, rows)):
-            if row.record is None:
+        latent, step = self.codec.latent_token_id, self.shared.step
+        for place, (index, request) in enumerate(zip(decided, requests)):
+            notes, written = request.notes, len(request.outputs)
+            if notes is None:
                 continue
-            # A chunk that does not finish the context passes here too: what it leaves is
-            # overwritten by the last one.
-            row.record.logprobs[len(row.outputs)] = (logprobs, place)
+            # A chunk that does not finish the context passes here too; the last one overwrites what
+            # it leaves.
+            notes.logprobs[written] = (logprobs, place)
             if index in forced:
-                row.record.forced.add(len(row.outputs))
-            if row.outputs and row.outputs[-1] == latent and self.shared.step is not None:
-                self.shared.store.keep(
-                    row.record, len(row.outputs) - 1, self.shared.step.latents[index].clone()
-                )
+                notes.forced.add(written)
+            if written and request.outputs[-1] == latent and step is not None:
+                self.shared.store.keep(notes, written - 1, step.latents[index].clone())
 
     def _signal(self, logits: Tensor, forced: dict[int, int]) -> None:
         """Make violated requests contradict themselves: the latent id, or where that is due, a
@@ -300,7 +268,8 @@ class BlockForcer(LogitsProcessor):
         signals = torch.full((count,), latent, device=self.device)
         due = [index for index, token in forced.items() if token == latent]
         if due:
-            signals[torch.tensor(due, device=self.device)] = self.codec.latent_close[0]
+            signals[self._tensor(due)] = self.codec.latent_close[0]
+        # No branch on values: it would wait for the device.
         logits.masked_fill_(broken[:, None], float("-inf"))
         place = torch.arange(count, device=self.device)
         logits[place, signals] = torch.where(broken, 0.0, logits[place, signals])

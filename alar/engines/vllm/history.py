@@ -5,13 +5,13 @@ A chat client sends back what it was shown: text, in which a latent block is `<l
 `<latent>••••</latent>`. Feeding that text would put plain bullets where thoughts were. So the
 server remembers the ids of every answer that holds a block, under the text it was shown as, and
 under its content and calls where a tool parser takes these apart. When the answer comes back in an
-assistant message, the message is rendered as one `<|latent|>`, a special token of its own, which is
-then replaced by the remembered ids. z are recomputed from the ids by the engine. An assistant
-message with a block, or a piece of one, that this server did not write is refused; so is
-`<|latent|>` in any text.
+assistant message, the chat template renders one `<|latent|>` in its place, a special token, and the
+remembered ids then replace that token. The engine recomputes z from the ids.
 
-The class `LatentHistory` is an ASGI middleware, set by `alar.engines.serve`; the rest is plain
-Python.
+An assistant message with a block, or a piece of one, that this server did not write is refused. So
+is `<|latent|>` in any text.
+
+`LatentHistory` is an ASGI middleware, set by `alar.engines.serve`; the rest is plain Python.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from alar.domains.tool.protocol import CALL_OPEN, parse_calls
 from alar.engines.vllm.turns import problem_in_context
 from alar.rollout.codec import Codec
 
-_BLOCK = re.compile(
-    f"{protocol.LATENT_OPEN}(?:{protocol.BULLET}|{re.escape(protocol.LATENT_TOKEN)}|\\s)*{protocol.LATENT_CLOSE}"
-)
+_SHOWN = f"(?:{protocol.BULLET}|{re.escape(protocol.LATENT_TOKEN)}|\\s)*"  # inside a block
+_BLOCK = re.compile(protocol.LATENT_OPEN + _SHOWN + protocol.LATENT_CLOSE)
 EMPTY = protocol.LATENT_OPEN + protocol.LATENT_CLOSE
 # What an answer with a block may have left of it: a client's stop string can end the text inside a
 # tag.
@@ -40,7 +39,7 @@ _PIECE = re.compile(
 )
 UNKNOWN = (
     "an assistant message holds a latent block that this server did not write, or wrote too long"
-    " ago, or whose text was changed. Its thoughts cannot be rebuilt from bullets. Send the message"
+    " ago, or its text was changed. Thoughts cannot be rebuilt from bullets. Send the message"
     " exactly as it was received, or leave it out, or use /v1/completions with the token ids that"
     " the answer had (return_token_ids)"
 )
@@ -54,8 +53,8 @@ AS_TEXT = (
     " /v1/chat/completions"
 )
 
-# These endpoints keep or render histories in ways of their own, which would put latent blocks back
-# as text.
+# These endpoints keep or render histories in their own ways, and would put latent blocks back as
+# text.
 NOT_SERVED = ("/v1/responses", "/v1/messages", "/v1/chat/completions/batch")
 ELSEWHERE = (
     "this endpoint cannot rebuild latent blocks of a history; use /v1/chat/completions, or"
@@ -64,12 +63,12 @@ ELSEWHERE = (
 
 
 class HistoryRefused(ValueError):
-    """A history that cannot be fed as it was; the message says what to send instead."""
+    """A history that cannot be fed as it was written; the message says what to send instead."""
 
 
 class BlockMemory:
-    """Ids of answers by the text they were shown as; the least recently used are dropped beyond
-    `capacity`."""
+    """Ids of answers by the text they were shown as. Beyond `capacity`, the least recently used are
+    dropped."""
 
     def __init__(self, codec: Codec, capacity: int = 20000):
         self.codec, self.capacity = codec, capacity
@@ -82,21 +81,23 @@ class BlockMemory:
 
     @classmethod
     def called(cls, content: str, calls: Sequence[dict]) -> str:
-        """The form of an answer whose calls stand beside its content: each has a `name` and its
+        """The form of an answer whose calls stand beside its content. A call has a `name` and
         `arguments`, an object."""
         written = [json.dumps([call["name"], call["arguments"]], sort_keys=True) for call in calls]
         return "\n".join([cls.shown(content), *written])
 
     def remember(self, text: str, ids: Sequence[int]) -> None:
-        """Keep an answer's ids, less the token that ended it; answers without a block are not kept."""
+        """Keep an answer's ids, less the token that ended it, if it holds a block."""
         if self.codec.latent_token_id not in ids:
             return
         ids = list(ids)
         if ids[-1] == self.codec.tokenizer.eos_token_id:
             ids.pop()
+        keys = [self.shown(text)]
         calls = parse_calls(text)[0]
-        split = [self.called(text[: text.index(CALL_OPEN)], calls)] if calls else []
-        for key in [self.shown(text), *split]:
+        if calls:
+            keys.append(self.called(text[: text.index(CALL_OPEN)], calls))
+        for key in keys:
             self.answers[key] = ids
             self.answers.move_to_end(key)
         while len(self.answers) > self.capacity:
@@ -107,9 +108,8 @@ class BlockMemory:
         Raises HistoryRefused."""
         rendered, found = [], []
         for message in messages:
-            if not isinstance(
-                message.get("content") or "", str
-            ):  # an iterator that can be read once
+            if not isinstance(message.get("content") or "", str):
+                # pydantic may give an iterator that can be read once
                 message = {**message, "content": list(message["content"])}
             text = message_text(message)
             if protocol.LATENT_TOKEN in text and message.get("role") != "assistant":
@@ -135,26 +135,26 @@ class BlockMemory:
                 "the chat template leaves out or repeats earlier answers; send the history as"
                 " token ids"
             )
-        answers = iter(found)
-        return [
-            token for piece in prompt for token in (next(answers) if piece == latent else (piece,))
-        ]
+        answers, whole = iter(found), []
+        for token in prompt:
+            whole += next(answers) if token == latent else (token,)
+        return whole
 
 
 def message_text(message: dict) -> str:
-    """Text of a chat message: reasoning that was taken out of it, and its content, or the text
-    parts of that."""
+    """Text of a chat message: the reasoning that a parser took out of it, and its content. Content
+    in parts counts with its text parts."""
+    reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
     content = message.get("content") or ""
-    if not isinstance(content, str):
-        content = "".join(
-            part.get("text", "") if isinstance(part, dict) else str(part) for part in content
-        )
-    return (message.get("reasoning") or message.get("reasoning_content") or "") + content
+    if isinstance(content, str):
+        return reasoning + content
+    parts = [part.get("text", "") if isinstance(part, dict) else str(part) for part in content]
+    return reasoning + "".join(parts)
 
 
 def calls_of(message: dict) -> list[dict]:
-    """`name` and `arguments` of a message's tool calls; arguments that are no JSON stay text, which
-    no answer is kept under."""
+    """`name` and `arguments` of a message's tool calls. Arguments that are no JSON stay text; no
+    answer is remembered under those."""
     calls = []
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
@@ -168,8 +168,7 @@ def calls_of(message: dict) -> list[dict]:
 
 
 def refuse_text_blocks(prompt) -> None:
-    """Raise HistoryRefused for a text prompt, or one of several, with a latent block in it; ids may
-    pass."""
+    """Raise HistoryRefused for a text prompt, or one of several, with a latent block in it."""
     if isinstance(prompt, str):
         if protocol.LATENT_TOKEN in prompt or _BLOCK.search(prompt):
             raise HistoryRefused(AS_TEXT)
@@ -203,9 +202,9 @@ class LatentHistory:
     /v1/latents/KEY.
 
     That gives, once, what a request with `vllm_xargs: {"latent_record": KEY}` left: `logprobs` of
-    the answer's tokens (null where the policy had no choice), the places of the `forced` ones,
-    latent ones included, the `positions` of the latent ones, and their z (positions × hidden size)
-    as `latents`.
+    the answer's tokens (null where the policy had no choice), the places of the `forced` tokens,
+    latent ones included, the `positions` of the latent ones, and `latents`, their z (positions ×
+    hidden size).
     """
 
     def __init__(self, app):
@@ -220,15 +219,15 @@ class LatentHistory:
         return await self.app(scope, receive, send)
 
     def _connect(self, app) -> None:
-        from alar.engines.vllm.turns import codec_of
+        from alar.engines.vllm.turns import engine_codec
 
         app.add_api_route("/v1/latents/{key}", self._latents, methods=["GET"])
         engine, renderer = app.state.engine_client, app.state.online_renderer
         self.engine, self.width = engine, engine.vllm_config.model_config.hf_config.hidden_size
-        self.memory = BlockMemory(codec_of(engine.vllm_config))
+        self.memory = BlockMemory(engine_codec(engine.vllm_config))
         engine.generate = self._remembering(engine.generate)
-        # Below what the endpoints share: chat, completions, /tokenize. vLLM answers a ValueError
-        # from there with 400.
+        # Chat, completions and /tokenize all pass here. vLLM answers a ValueError from here with
+        # 400.
         renderer.preprocess_chat = self._chat(renderer.preprocess_chat)
         renderer.preprocess_completion = self._completion(renderer.preprocess_completion)
 
@@ -238,8 +237,7 @@ class LatentHistory:
             ids: dict[int, list[int]] = {}
             async for answer in generate(*args, **kwargs):
                 for part in answer.outputs:
-                    # Streams come in pieces, other answers whole; either way `texts` and `ids` end
-                    # up whole.
+                    # Streams come in pieces, other answers whole; both are whole in the end.
                     texts[part.index] = texts.get(part.index, "") + part.text
                     ids.setdefault(part.index, []).extend(part.token_ids)
                     if part.finish_reason is not None:
@@ -254,10 +252,9 @@ class LatentHistory:
             messages, found = self.memory.placeholders(messages)
             conversation, prompts = await preprocess(request, messages, *args, **kwargs)
             for prompt in prompts:
-                prompt["prompt_token_ids"] = self.memory.splice(prompt["prompt_token_ids"], found)
-                refuse_broken_blocks(
-                    self.memory.codec, prompt["prompt_token_ids"]
-                )  # a stop string may have cut one
+                ids = self.memory.splice(prompt["prompt_token_ids"], found)
+                refuse_broken_blocks(self.memory.codec, ids)  # a stop string may have cut one
+                prompt["prompt_token_ids"] = ids
             return conversation, prompts
 
         return chat
@@ -272,18 +269,15 @@ class LatentHistory:
         return completion
 
     async def _latents(self, key: str) -> JSONResponse:
-        record = (await self.engine.collective_rpc("latent_records", args=([key],)))[0][0]
-        if record is None:
-            return _error(
-                404,
-                f"nothing is recorded under {key!r}: it was never asked for, or fetched already",
-            )
-        forced = set(record["forced"])
-        logprobs = [
-            None if place in forced else value for place, value in enumerate(record["logprobs"])
-        ]
-        latents = np.frombuffer(record["latents"], np.float32).reshape(-1, self.width)
-        return JSONResponse({**record, "logprobs": logprobs, "latents": latents.tolist()})
+        noted = (await self.engine.collective_rpc("latent_records", args=([key],)))[0][0]
+        if noted is None:
+            problem = "it was never asked for, or fetched already"
+            return _error(404, f"nothing is recorded under {key!r}: {problem}")
+        logprobs = noted["logprobs"]
+        for place in noted["forced"]:
+            logprobs[place] = None
+        latents = np.frombuffer(noted["latents"], np.float32).reshape(-1, self.width)
+        return JSONResponse({**noted, "logprobs": logprobs, "latents": latents.tolist()})
 
 
 def _error(status: int, message: str) -> JSONResponse:

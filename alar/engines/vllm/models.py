@@ -1,14 +1,17 @@
-"""Qwen2 and Qwen3 with latent blocks as vLLM model classes; one implementation for both.
+"""Latent blocks as vLLM model classes: one mixin, `LatentModel`, over vLLM's own Qwen2, Qwen3 and
+Llama. A further family is one class at the end of this file.
 
-At a latent position that opens its chunk (every decoding step; every chunk that the scheduler cut
-before one) the input is z = f(h) with h the last hidden state of the token before. Where that h is
-found: each KV block has one row here that holds the hidden state, the position and the run length
-of the block's latest token. The row is written, shared and reused with the block it belongs to, so
-prefix caching and preemption need no code of their own.
+At a latent position that opens its chunk (every decoding step, and every chunk that the scheduler
+cut before one) the input is z = f(h), with h the last hidden state of the token before. Where is
+that h? Each KV block has one row here, which holds the hidden state, the position and the run
+length of the block's latest token. The row is written, shared and reused with the block that it
+belongs to, so prefix caching and preemption need no code of their own.
 
 Every chunk is checked: a latent position that did not open its chunk, or whose row belongs to
 another position, marks the request as violated, and the forcing then makes it fail. All tensors
 have fixed shapes and addresses (CUDA graphs).
+
+Letters in shapes: T tokens of the step, R requests, H hidden size, B KV blocks.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from alar.engines.vllm.checks import EngineRefused, check_engine
-from alar.engines.vllm.records import Step, shared
+from alar.engines.vllm.notes import StepLatents, shared
 from alar.model.projector import PROJECTORS
 
 PREFIX = "model.projector."
@@ -28,20 +32,19 @@ UNWRITTEN = -2  # position of a row that no token has written
 
 
 class BlockRows:
-    """By KV block: hidden state (H), position and latent run length of its latest token; the last
-    row is for padding."""
+    """By KV block: hidden state (B + 1, H), position and latent run length (B + 1,) of its latest
+    token. The last row is for padding."""
 
     def __init__(self, blocks: int, hidden_size: int, dtype: torch.dtype, device: torch.device):
         self.hidden = torch.zeros(blocks + 1, hidden_size, dtype=dtype, device=device)
         self.position = torch.full((blocks + 1,), UNWRITTEN, dtype=torch.int64, device=device)
-        self.run = torch.zeros(
-            blocks + 1, dtype=torch.int64, device=device
-        )  # latent positions up to and with that token
+        # Latent positions without a gap, up to and with that token.
+        self.run = torch.zeros(blocks + 1, dtype=torch.int64, device=device)
         self.padding = blocks
 
 
 class LatentModel:
-    """Mixin over a vLLM causal LM."""
+    """Mixin over a vLLM causal LM whose base model is `.model` with `embed_tokens`."""
 
     def __init__(self, *, vllm_config, prefix: str = ""):
         check_engine(vllm_config)
@@ -52,25 +55,21 @@ class LatentModel:
             PROJECTORS[config.projector_kind](config).float().eval().requires_grad_(False)
         )
         weight = self.model.embed_tokens.weight
+        dtype, device = weight.dtype, weight.device
         self.tokens = scheduling.max_num_batched_tokens
-        inputs = torch.zeros(
-            self.tokens + 1, config.hidden_size, dtype=weight.dtype, device=weight.device
-        )
-        self.register_buffer(
-            "inputs", inputs, persistent=False
-        )  # the last row takes what no request asked for
+        # The last row takes what no request asked for.
+        inputs = torch.zeros(self.tokens + 1, config.hidden_size, dtype=dtype, device=device)
+        self.register_buffer("inputs", inputs, persistent=False)
         self.cache_config = vllm_config.cache_config
-        self.blueprints: dict[str, tuple] | None = None
-        self.rows: BlockRows | None = None
-        self.step = Step(scheduling.max_num_seqs, config.hidden_size, weight.dtype, weight.device)
-        self.eager_checks = (
-            weight.device.type == "cpu"
-        )  # looking at values costs no synchronisation there
+        self.blueprints: dict[str, tuple] | None = None  # see `_unpack`
+        self.rows: BlockRows | None = None  # made once the number of KV blocks is known
+        self.step = StepLatents(scheduling.max_num_seqs, config.hidden_size, dtype, device)
+        self.eager_checks = device.type == "cpu"  # looking at values does not synchronise there
         shared(vllm_config).step = self.step
 
     def load_weights(self, weights) -> set[str]:
-        """Trunk by vLLM's loader, projector here. Raises ValueError when the projector is not
-        whole, as `alar.model.load` does: nothing is ever filled in."""
+        """Load the trunk by vLLM's loader and the projector here. Raises ValueError when the
+        projector is not whole, as `alar.model.load` does: nothing is ever filled in."""
         self._unpack()
         projector: dict[str, Tensor] = {}
 
@@ -84,11 +83,7 @@ class LatentModel:
         loaded = super().load_weights(trunk())
         missing, unexpected = self.projector.load_state_dict(projector, strict=False)
         if missing or unexpected:
-            what = (
-                f"{', '.join(missing)} missing"
-                if missing
-                else f"{', '.join(unexpected)} unexpected"
-            )
+            what = f"{', '.join(missing or unexpected)} {'missing' if missing else 'unexpected'}"
             raise ValueError(
                 f"the checkpoint's projector does not fit: {what}; save the model again with"
                 " alar.model.save"
@@ -97,27 +92,30 @@ class LatentModel:
 
     def _unpack(self) -> None:
         """Make every weight loadable again: on a CPU vLLM keeps matrices packed for oneDNN and
-        drops the originals."""
+        drops the originals. The first call notes what they were."""
         if self.blueprints is None:
-            weights = {
-                name: module._parameters.get("weight") for name, module in self.named_modules()
-            }
-            self.blueprints = {
-                name: (type(weight), weight.shape, weight.dtype, weight.device, dict(vars(weight)))
-                for name, weight in weights.items()
-                if weight is not None
-            }
+            self.blueprints = {}
+            for name, module in self.named_modules():
+                weight = module._parameters.get("weight")
+                if weight is not None:
+                    kind, attributes = type(weight), dict(vars(weight))
+                    self.blueprints[name] = (
+                        kind,
+                        weight.shape,
+                        weight.dtype,
+                        weight.device,
+                        attributes,
+                    )
         for name, (kind, shape, dtype, device, attributes) in self.blueprints.items():
             module = self.get_submodule(name)
             if module.weight.numel() == 0:
-                weight = torch.Tensor._make_subclass(
-                    kind, torch.empty(shape, dtype=dtype, device=device), False
-                )
+                empty = torch.empty(shape, dtype=dtype, device=device)
+                weight = torch.Tensor._make_subclass(kind, empty, False)
                 vars(weight).update(attributes)
                 module.weight = weight
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Logits of the policy: the latent id and the spare rows after it can never be chosen."""
+        """Logits (R, V) of the policy: the latent id and the spare rows after it are banned."""
         logits = super().compute_logits(hidden_states)
         if logits is not None:
             logits[..., self.latent_token_id :] = float("-inf")
@@ -126,12 +124,13 @@ class LatentModel:
     def forward(
         self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None
     ) -> Tensor:
+        """Last hidden states (T, H) of the step's tokens `input_ids` (T,)."""
         if inputs_embeds is not None or input_ids is None:
             raise EngineRefused(
                 "a context must be given as token ids: prompt embeddings carry no latent positions"
             )
         count = input_ids.shape[0]
-        inputs = self.inputs[:count]
+        inputs = self.inputs[:count]  # (T, H)
         inputs.copy_(self.model.embed_input_ids(input_ids))
         batch = self._batch()
         if batch is None:  # a profiling run
@@ -144,77 +143,71 @@ class LatentModel:
         return hidden
 
     def _batch(self):
-        """Attention metadata of the step, or None in a profiling run. All layers share one KV cache
-        group."""
+        """Attention metadata of the step, None in a profiling run. All layers share one KV cache
+        group, so those of any layer serve."""
         metadata = get_forward_context().attn_metadata
         if not isinstance(metadata, dict) or not metadata:
             return None
         batch = next(iter(metadata.values()))
-        absent = [
-            name
-            for name in ("query_start_loc", "block_table", "slot_mapping")
-            if not hasattr(batch, name)
-        ]
+        needed = ("query_start_loc", "block_table", "slot_mapping")
+        absent = [name for name in needed if not hasattr(batch, name)]
         if absent:
             raise EngineRefused(
                 f"{type(batch).__name__} does not say {', '.join(absent)}; choose another attention"
                 " backend: on GPUs --attention-backend FLASH_ATTN"
             )
         if self.rows is None:
-            blocks = self.cache_config.num_gpu_blocks
-            self.rows = BlockRows(
-                blocks, self.inputs.shape[1], self.inputs.dtype, self.inputs.device
-            )
+            blocks, inputs = self.cache_config.num_gpu_blocks, self.inputs
+            self.rows = BlockRows(blocks, inputs.shape[1], inputs.dtype, inputs.device)
         return batch
 
     def _feed(self, batch, latent: Tensor, positions: Tensor) -> Tensor:
-        """Put z where a chunk opens with a latent position; run length (R,) of every row's first
-        token."""
+        """Put z where a chunk opens with a latent position, and flag the chunks that break the
+        rules. Returns the run length (R,) after every chunk's first token. `latent` is (T,)."""
         rows, count = self.rows, latent.shape[0]
-        bounds = batch.query_start_loc.long()
+        bounds = batch.query_start_loc.long()  # (R + 1,): where each request's chunk begins
         requests = bounds.shape[0] - 1
         start, end = bounds[:-1], bounds[1:]
-        first = start.clamp(max=count - 1)
+        first = start.clamp(max=count - 1)  # padding requests are empty chunks at the end
         opens = (end > start) & latent[first]  # (R,)
-        before = positions[first] - 1
+        before = positions[first] - 1  # position of the token whose h is needed
         column = before.clamp(min=0) // self.cache_config.block_size
         index = torch.arange(requests, device=latent.device)
-        source = torch.where(
-            opens & (before >= 0), batch.block_table[index, column].long(), rows.padding
-        )
-        step = rows.run[source]
-        z = self.projector(
-            rows.hidden[source], step.clamp(max=max(self.num_latent - 1, 0))
-        )  # (R, H)
-        self.inputs[torch.where(opens, first, self.tokens)] = z
-        total = torch.nn.functional.pad(latent.long().cumsum(0), (1, 0))
+        block = batch.block_table[index, column].long()
+        source = torch.where(opens & (before >= 0), block, rows.padding)  # (R,)
+        step = rows.run[source]  # k of z_{k+1}
+        z = self.projector(rows.hidden[source], step.clamp(max=max(self.num_latent - 1, 0)))
+        self.inputs[torch.where(opens, first, self.tokens)] = z  # (R, H)
+
+        # Latent positions of each chunk, by differences of running totals.
+        total = torch.nn.functional.pad(latent.long().cumsum(0), (1, 0))  # (T + 1,)
         inside = total[end.clamp(max=count)] - total[start.clamp(max=count)]
+        stray = inside != opens.long()  # one that does not open its chunk
+        stale = opens & (rows.position[source] != before)  # the row is of another token
         self.step.latents[:requests] = z
-        self.step.violated[:requests] = (inside != opens.long()) | (
-            opens & (rows.position[source] != before)
-        )
+        self.step.violated[:requests] = stray | stale
         return torch.where(opens, step + 1, 0)
 
     def _remember(self, batch, hidden: Tensor, positions: Tensor, run: Tensor | None) -> None:
-        """Write the rows of the blocks that this step's tokens lie in: chunk ends, and block ends
-        inside a chunk."""
+        """Write the rows of the blocks that this step's tokens lie in: at the ends of chunks, and
+        at block ends inside a chunk. `hidden` is (T, H)."""
         rows, size = self.rows, self.cache_config.block_size
-        slots = batch.slot_mapping[: hidden.shape[0]].long()
+        slots = batch.slot_mapping[: hidden.shape[0]].long()  # (T,): block · size + offset
         count, requests = slots.shape[0], batch.query_start_loc.shape[0] - 1
         if requests == count:  # one token a request: decoding
-            kept = slots
-            runs = run
+            kept, runs = slots, run
         else:
-            last = (batch.query_start_loc[1:].long() - 1).clamp(0, count - 1)
+            bounds = batch.query_start_loc
+            last = (bounds[1:].long() - 1).clamp(0, count - 1)
             keep = (positions[:count] + 1) % size == 0
             keep = keep.index_fill(0, last, True)
             kept = torch.where(keep, slots, -1)
             runs = None
             if run is not None:  # a run can only be under way at the end of a chunk of one token
-                single = batch.query_start_loc[1:] - batch.query_start_loc[:-1] == 1
+                single = bounds[1:] - bounds[:-1] == 1
                 runs = torch.zeros(count + 1, dtype=torch.int64, device=slots.device)
                 runs = runs.scatter_(0, torch.where(single, last, count), run)[:count]
-        row = torch.where(kept >= 0, kept // size, rows.padding)
+        row = torch.where(kept >= 0, kept // size, rows.padding)  # (T,)
         rows.hidden[row] = hidden[:count]
         rows.position[row] = positions[:count]
         rows.run[row] = 0 if runs is None else runs
@@ -228,3 +221,7 @@ class LatentQwen2ForCausalLM(LatentModel, Qwen2ForCausalLM):
 
 class LatentQwen3ForCausalLM(LatentModel, Qwen3ForCausalLM):
     """`model_type: latent_qwen3`."""
+
+
+class LatentLlamaForCausalLM(LatentModel, LlamaForCausalLM):
+    """`model_type: latent_llama`."""

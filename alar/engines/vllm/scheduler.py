@@ -1,12 +1,10 @@
 """Scheduler classes for latent checkpoints: vLLM's own, with three additions.
 
 * A prefill chunk never reaches over a known latent position: that position opens the next chunk,
-where the model class can
-  feed its z. Decoding steps have one token and are not affected.
-* The turn is followed by the same `TurnWriter` as everywhere: a block that the token limit would
-cut is completed first,
-  `latent_stops` end the turn, and a token that contradicts a block fails its request (status 500
-  over the API).
+  where the model class can feed its z. Decoding steps have one token and are not affected.
+* The same `TurnWriter` as everywhere follows the turn. A block that the token limit would cut is
+  completed first, `latent_stops` end the turn, and a token that contradicts a block fails its
+  request (status 500 over the API).
 * A context whose latent blocks are not whole is refused when its first token is due.
 """
 
@@ -21,9 +19,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from alar.engines.vllm.forcing import plain
 from alar.engines.vllm.turns import (
-    DEFAULT,
     TurnOptions,
-    codec_of,
+    engine_codec,
     open_turn,
     problem_in_context,
     problem_in_turn,
@@ -37,22 +34,22 @@ class LatentScheduling:
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.codec = codec_of(self.vllm_config)
+        self.codec = engine_codec(self.vllm_config)
 
     def add_request(self, request: Request) -> None:
         params, prompt = request.sampling_params, request.prompt_token_ids
         options = TurnOptions.of(params.extra_args)
         seed = params.seed
-        if seed is None and options.record:  # its log-probs are noted where its tokens are drawn
-            seed = secrets.randbits(48)
-        if seed is not None and plain(params):  # drawn by the forcing, see there
+        if seed is None and options.record:
+            seed = secrets.randbits(48)  # its log-probs are noted where its tokens are drawn
+        if seed is not None and plain(params):  # the forcing draws, in place of vLLM
             extra = {"latent_seed": seed} if params.temperature > 0 else {}
             params = request.sampling_params = params.clone()
             params.seed, params.extra_args = None, {**(params.extra_args or {}), **extra}
         choosable = self.codec.latent_token_id or self.vllm_config.model_config.get_vocab_size()
         problem = problem_in_turn(options, prompt, choosable)
-        if problem:  # nothing of it reaches the workers
-            options = DEFAULT
+        if problem:  # no option of it reaches the workers
+            options = TurnOptions()
             params = request.sampling_params = params.clone()
             params.extra_args = None
         request.latent_problem = problem or problem_in_context(self.codec, prompt)
@@ -65,6 +62,7 @@ class LatentScheduling:
         count = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         latent = self.codec.latent_token_id
         if count > 1 and latent is not None:
+            # Behind the chunk's first token, which may be a latent position itself.
             following = request.all_token_ids[num_computed_tokens + 1 : num_computed_tokens + count]
             if latent in following:
                 count = 1 + following.index(latent)
@@ -86,29 +84,27 @@ class LatentScheduling:
         )
         if problem:
             logger.error("Request %s failed: %s", request.request_id, problem)
-            request.status, request.stop_reason, request.resumable = (
-                RequestStatus.FINISHED_ERROR,
-                problem,
-                False,
-            )
+            request.status, request.stop_reason = RequestStatus.FINISHED_ERROR, problem
+            request.resumable = False
             return new_token_ids, True
         if stopped and inside:
             by_length = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
-            request.stop_reason = (
-                f"latent block cut by {'max_model_len' if by_length else 'a stop token'}"
-            )
+            limit = "max_model_len" if by_length else "a stop token"
+            request.stop_reason = f"latent block cut by {limit}"
         elif not stopped and writer is not None and writer.output.finish == "stop":
             request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, "latent_stops"
             stopped = True
         return new_token_ids, stopped
 
     def _contradiction(self, request: Request, token: int) -> str:
-        """What is wrong with this token, in words, or ""; the writer takes it."""
+        """What is wrong with this token, in words, or "". The writer takes a right one."""
         writer = request.latent_writer
         due = None if writer is None else writer.forced()
-        if (due is not None and due[0] != token) or (
-            due is None and token == self.codec.latent_token_id
-        ):
+        if due is None:
+            wrong = token == self.codec.latent_token_id
+        else:
+            wrong = token != due[0]
+        if wrong:  # the forcing's signal
             return (
                 "integrity violation: a latent position was computed without the hidden state"
                 " before it, so its z and everything after it would be wrong"

@@ -1,17 +1,19 @@
-"""What a request says about its turn, and the `TurnWriter` that follows it; shared by scheduler and
-forcing.
+"""What a request says about its turn, and the `TurnWriter` that follows it; the scheduler and the
+forcing share both.
 
 A request carries its options as flat `extra_args` of the sampling parameters (`vllm_xargs` in the
 OpenAI-compatible API):
 
-    latent_mode      free (default) · latent · think: the turn opens with that tag · off: `<latent>` stays plain text
-    latent_forced    token ids that open the turn
-    latent_written   how many ids at the end of the prompt already belong to the turn, whole blocks among them or not
-    latent_stops     strings that end the turn, outside of thoughts, as in the in-process engine; their text is part of the
-                     answer only with vLLM's `include_stop_str_in_output`
-    latent_record    a key under which log-probs and z are kept for `LatentWorker.latent_records`
-    latent_seed      set by the scheduler from `seed`, or at random for a recorded request without one; the n-th token that the
-                     policy chooses then takes the seed's n-th draw
+    latent_mode     free (the default), latent or think (the turn opens with that tag), or off
+                    (`<latent>` stays plain text)
+    latent_forced   token ids that open the turn
+    latent_written  how many ids at the end of the prompt already belong to the turn, whole blocks
+                    or not
+    latent_stops    strings that end the turn, outside of thoughts, as in the in-process engine;
+                    their text is part of the answer only with `include_stop_str_in_output`
+    latent_record   a key under which log-probs and z are kept for `LatentWorker.latent_records`
+    latent_seed     set by the scheduler from `seed`, or at random for a recorded request without
+                    one: the n-th token that the policy chooses takes the n-th draw of the seed
 
 vLLM is not imported here.
 """
@@ -19,87 +21,59 @@ vLLM is not imported here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from alar import protocol
-from alar.methods.dual.vocabulary import find
 from alar.records import Origin
-from alar.rollout.codec import Codec
+from alar.rollout.codec import Codec, codec_class
 from alar.rollout.engine import Sampling, TurnRequest, TurnWriter
 
-MODES = ("free", "latent", "think", "off")
-ENDLESS = 1 << 40  # the token limit is vLLM's affair
+ENDLESS = 1 << 40  # vLLM keeps the token limit
+Count = Annotated[int, Field(strict=True, ge=0)]
+Text = Annotated[str, Field(min_length=1)]
 
 
-@dataclass(frozen=True)
-class TurnOptions:
-    mode: str = "free"
-    forced: tuple[int, ...] = ()
-    written: int = 0
-    stops: tuple[str, ...] = ()
+class TurnOptions(BaseModel):
+    """The options of a request, without `latent_`. A wrong one is a ValueError that names it."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        alias_generator=lambda name: f"latent_{name}",
+        populate_by_name=True,
+        coerce_numbers_to_str=True,
+    )
+    mode: Literal["free", "latent", "think", "off"] = "free"
+    forced: tuple[Count, ...] = ()
+    written: Count = 0
+    stops: tuple[Text, ...] = ()
     record: str = ""
-    seed: int | None = None
+    seed: Annotated[int, Field(strict=True)] | None = None
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any] | None) -> TurnOptions:
-        """Raises ValueError that names the field."""
-        given = {
-            key: value for key, value in (extra_args or {}).items() if key.startswith("latent_")
-        }
-        if not given:
-            return DEFAULT
-        known = {f"latent_{name}" for name in cls.__annotations__}
-        for key in given:
-            if key not in known:
-                raise ValueError(
-                    f"{key}: unknown option of a request; known are {', '.join(sorted(known))}"
-                )
-        mode = given.get("latent_mode", "free")
-        if mode not in MODES:
-            raise ValueError(f"latent_mode {mode!r}: expected one of {', '.join(MODES)}")
-        forced, written = given.get("latent_forced", ()), given.get("latent_written", 0)
-        if not isinstance(forced, (list, tuple)) or any(
-            type(token) is not int or token < 0 for token in forced
-        ):
-            raise ValueError("latent_forced: expected a list of token ids")
-        if type(written) is not int or written < 0:
-            raise ValueError(f"latent_written {written!r}: expected a number of tokens")
-        stops = given.get("latent_stops", ())
-        if not isinstance(stops, (list, tuple)) or any(
-            not isinstance(stop, str) or not stop for stop in stops
-        ):
-            raise ValueError("latent_stops: expected a list of strings")
-        seed = given.get("latent_seed")
-        if seed is not None and type(seed) is not int:
-            raise ValueError(
-                f"latent_seed {seed!r}: expected a whole number; send `seed`, which sets it"
-            )
-        return cls(
-            mode, tuple(forced), written, tuple(stops), str(given.get("latent_record", "")), seed
-        )
-
-
-DEFAULT = TurnOptions()
+        """Other libraries' arguments, without `latent_`, are left alone."""
+        given = extra_args or {}
+        return cls(**{key: given[key] for key in given if key.startswith("latent_")})
 
 
 def open_turn(codec: Codec, options: TurnOptions, prompt: Sequence[int]) -> TurnWriter | None:
-    """The writer of a turn that starts where `prompt` ends, less its last `latent_written` ids;
-    None if nothing in the turn can be forced, forbidden or ended."""
+    """The writer of a turn that starts where `prompt` ends, less its last `written` ids. None if
+    nothing in the turn can be forced, forbidden or ended."""
     allow_latent = options.mode != "off" and codec.latent_token_id is not None
-    if not (
-        allow_latent or codec.dual or options.forced or options.stops or options.mode == "think"
-    ):
+    constrained = codec.turn_phase(False) is not None
+    followed = allow_latent or constrained or options.forced or options.stops
+    if not followed and options.mode != "think":
         return None
     start = len(prompt) - options.written
     context, written, forced = prompt[:start], prompt[start:], list(options.forced)
     if options.mode in ("latent", "think"):
         forced += _opening(codec, options.mode, [*context[-8:], *written, *forced])
-    opens = not (
-        written or forced
-    )  # as in the in-process engine: what is forced comes before what the context ends in
-    request = TurnRequest(0, context if opens else (), (), allow_latent=allow_latent)
+    if written or forced:
+        context = ()  # the policy's first token will not follow what the context ends in
+    request = TurnRequest(0, context, (), allow_latent=allow_latent)
     writer = TurnWriter(codec, request, Sampling(max_new_tokens=ENDLESS, stop=options.stops))
     for token in written:
         if writer.forced() is None:
@@ -111,27 +85,29 @@ def open_turn(codec: Codec, options: TurnOptions, prompt: Sequence[int]) -> Turn
 
 def _opening(codec: Codec, mode: str, before: Sequence[int]) -> list[int]:
     """Separator and open tag, less what the text already ends in."""
-    text = codec.text(list(before))
-    tag, pieces = (
-        (protocol.LATENT_OPEN, codec.latent_open)
-        if mode == "latent"
-        else (protocol.THINK_OPEN, codec.think_open)
-    )
+    if mode == "latent":
+        tag, pieces = protocol.LATENT_OPEN, codec.latent_open
+    else:
+        tag, pieces = protocol.THINK_OPEN, codec.think_open
+    text = codec.text(before)
     if text.endswith(tag):
         return []
-    return (codec.separator if not text.endswith(protocol.BLOCK_SEPARATOR) else []) + pieces
+    if text.endswith(protocol.BLOCK_SEPARATOR):
+        return pieces
+    return codec.separator + pieces
 
 
 def problem_in_turn(options: TurnOptions, prompt: Sequence[int], choosable: int) -> str:
-    """What no turn after this prompt can begin with, in words, or ""; `choosable` ids are those
-    below the latent one."""
+    """Why no turn can begin so after this prompt, in words, or "". A policy may choose the ids
+    below `choosable`."""
     if options.written > len(prompt):
         return f"latent_written {options.written}: the prompt has {len(prompt)} tokens"
-    if wrong := [token for token in options.forced if token >= choosable]:
-        return (
-            f"latent_forced: {wrong[0]} is no token that a turn can open with; ids are below"
-            f" {choosable}, blocks fill themselves"
-        )
+    for token in options.forced:
+        if token >= choosable:
+            return (
+                f"latent_forced: {token} is no token that a turn can open with; ids are below"
+                f" {choosable}, blocks fill themselves"
+            )
     return ""
 
 
@@ -162,24 +138,16 @@ def problem_in_context(codec: Codec, ids: Sequence[int]) -> str:
     return ""
 
 
-@lru_cache(maxsize=4)
-def _codec(
-    tokenizer: str, revision: str | None, num_latent: int, latent_token_id: int | None, folder: str
-) -> Codec:
+_CODECS: dict[tuple[str, str | None, str], Codec] = {}  # by tokenizer, its revision, the config
+
+
+def engine_codec(vllm_config) -> Codec:
+    """The codec of an engine's checkpoint; one for all parts that live in a process."""
     from transformers import AutoTokenizer
 
-    loaded = AutoTokenizer.from_pretrained(tokenizer, revision=revision)
-    return Codec(loaded, num_latent, latent_token_id, dual=find(folder))
-
-
-def codec_of(vllm_config) -> Codec:
-    """The codec of an engine's checkpoint; one for all parts that live in a process."""
     model = vllm_config.model_config
-    config = model.hf_config
-    return _codec(
-        model.tokenizer,
-        model.tokenizer_revision,
-        getattr(config, "num_latent", 0),
-        getattr(config, "latent_token_id", None),
-        model.model,
-    )
+    key = (model.tokenizer, model.tokenizer_revision, model.hf_config.to_json_string())
+    if key not in _CODECS:
+        tokenizer = AutoTokenizer.from_pretrained(key[0], revision=key[1])
+        _CODECS[key] = codec_class(model.hf_config).from_config(model.hf_config, tokenizer)
+    return _CODECS[key]

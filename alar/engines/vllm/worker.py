@@ -1,11 +1,11 @@
-"""Worker extension: methods that vLLM's workers gain, called through `collective_rpc` by name."""
+"""Worker extension: methods that vLLM's workers gain, called by name through `collective_rpc`."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from alar.engines.vllm.records import shared
+from alar.engines.vllm.notes import shared
 
 # What two checkpoints must share for one to take the other's place in a running engine.
 SHAPE = (
@@ -16,6 +16,7 @@ SHAPE = (
     "projector_size",
     "projector_layer_norm",
     "projector_residual",
+    "codec_class",
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -28,7 +29,7 @@ SHAPE = (
 
 class LatentWorker:
     def latent_records(self, keys: list[str]) -> list[dict | None]:
-        """Fetch and forget what was recorded under these keys, see `Record.fetch`."""
+        """Fetch and forget what was noted under these keys, see `Notes.fetch`."""
         store = shared(self.vllm_config).store
         return [store.take(key) for key in keys]
 
@@ -63,6 +64,7 @@ class LatentWorker:
 
         model = self.get_model()
         loaded = model.load_weights(weights())
+        # On a CPU this packs matrices again, see `LatentModel._unpack`.
         process_weights_after_loading(model, self.vllm_config.model_config, self.device)
         return len(loaded)
 
@@ -74,7 +76,7 @@ def _require_whole(folder: str, files: list[Path]) -> None:
     from safetensors import SafetensorError, safe_open
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with torch.device("meta"):
+    with torch.device("meta"):  # shapes without memory
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     optional = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
@@ -82,22 +84,17 @@ def _require_whole(folder: str, files: list[Path]) -> None:
     for path in files:
         try:
             with safe_open(path, "pt") as tensors:
-                found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+                for name in tensors.keys():
+                    found[name] = tensors.get_slice(name).get_shape()
         except SafetensorError as error:
             raise ValueError(
                 f"{path} cannot be read ({error}); write the checkpoint again"
             ) from None
-    wrong = [
-        *(f"{name} is missing" for name in sorted(expected.keys() - found.keys() - optional)),
-        *(f"{name} is unknown" for name in sorted(found.keys() - expected.keys())),
-        *(
-            f"{name} has shape {found[name]} in place of {shape}"
-            for name, shape in expected.items()
-            if found.get(name, shape) != shape
-        ),
-    ]
+    wrong = [f"{name} is missing" for name in sorted(expected.keys() - found.keys() - optional)]
+    wrong += [f"{name} is unknown" for name in sorted(found.keys() - expected.keys())]
+    for name, shape in expected.items():
+        if found.get(name, shape) != shape:
+            wrong.append(f"{name} has shape {found[name]} in place of {shape}")
     if wrong:
-        raise ValueError(
-            f"{folder}: {'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' * (len(wrong) > 3)}:"
-            " no whole checkpoint"
-        )
+        others = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(f"{folder}: {'; '.join(wrong[:3])}{others}: no whole checkpoint")

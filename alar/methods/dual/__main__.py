@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from alar.methods.dual.build import THINK_MISSING, build, verify
+from alar.methods.dual.build import THINK_MISSING, build_dual, verify
 from alar.methods.dual.vocabulary import MODES
 
 
@@ -38,15 +38,12 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.command == "build":
         try:
-            texts = (
-                options.texts.read_text(encoding="utf-8").splitlines() if options.texts else None
-            )
-            source_ids = (
-                [int(word) for word in options.source_ids.read_text().split()]
-                if options.source_ids
-                else None
-            )
-            build(
+            texts = source_ids = None
+            if options.texts:
+                texts = options.texts.read_text(encoding="utf-8").splitlines()
+            if options.source_ids:
+                source_ids = [int(word) for word in options.source_ids.read_text().split()]
+            build_dual(
                 options.base,
                 options.folder,
                 mode=options.mode,

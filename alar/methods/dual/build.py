@@ -1,7 +1,7 @@
 """A dual checkpoint from any causal LM, and the verification of a folder.
 
-    python -m alar.methods.dual build Qwen/Qwen2.5-3B-Instruct checkpoints/dual_qwen_3b
-    --think-missing clone_eos python -m alar.methods.dual verify checkpoints/dual_qwen_3b
+    python -m alar.methods.dual build Qwen/Qwen2.5-3B-Instruct DUAL --think-missing clone_eos
+    python -m alar.methods.dual verify DUAL
 
 V is the number of rows of the base's embedding, spare ones included, so that a full copy doubles
 the softmax exactly; added tags take spare rows first. The result is an ordinary checkpoint of the
@@ -10,27 +10,28 @@ base's architecture with V + L rows, tied where the base's are.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AddedToken,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 
 from alar import protocol
-from alar.methods.dual.vocabulary import META, MODES, DualVocab
+from alar.methods.dual.vocabulary import FIELD, MODES, DualVocab
 from alar.model.checkpoints import base_config, resolve, save
 
 THINK_MISSING = ("error", "add", "clone_eos", "literal")
-END_OF_TURN = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|end|>",
-    "</s>",
-)  # Qwen, Llama-3, Phi-3, older Llama and Mistral
+# Of Qwen, Llama-3, Phi-3, older Llama and Mistral.
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "</s>")
 CLONE_NOISE = 0.01  # of the mean absolute entry of the cloned row
 ADDED_STD = 0.02
 
@@ -61,7 +62,7 @@ def most_used(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, size: in
     return sorted(token for token, _ in counts.most_common(size or None))
 
 
-def build(
+def build_dual(
     base: str | Path,
     folder: str | Path,
     *,
@@ -74,14 +75,18 @@ def build(
     seed: int = 0,
     domain: str = "search",
 ) -> DualVocab:
-    """Write a dual checkpoint of `base` ("embedded", a hub id or a folder) and return what its meta
-    file says.
+    """Write a dual checkpoint of `base` ("embedded", a hub id or a folder); returns its vocabulary.
 
-    `mode`: "full_copy" mirrors all ids, "subset" those that `texts` use (`size` of them), "custom"
-    the given `source_ids`. `think_missing` says what happens where `<think>` and `</think>` are no
-    single tokens: "error"; "add" them with small random rows; "clone_eos", rows of the end-of-turn
-    token with a little noise; or "literal", they stay text of several pieces, which a base that was
-    trained on them already writes. Raises ValueError that names the argument.
+    `mode`: "full_copy" mirrors all ids, "subset" those that `texts` use (the `size` most frequent),
+    "custom" the given `source_ids`. `think_missing` says what happens if `<think>` and `</think>`
+    are not single tokens:
+
+        error      refuse
+        add        add them with small random rows
+        clone_eos  add them with the rows of the end-of-turn token and a little noise
+        literal    they stay text of several pieces, for a base that already writes them so
+
+    Raises ValueError that names the argument.
     """
     if mode not in MODES:
         raise ValueError(f"mode {mode!r}: expected one of {', '.join(MODES)}")
@@ -101,7 +106,7 @@ def build(
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     made, cloned = _add_tags(model, tokenizer, think_missing, seed)
-    visible = model.get_input_embeddings().num_embeddings
+    visible = model.get_input_embeddings().num_embeddings  # V, with the rows of new tags
     if mode == "full_copy":
         source_ids = range(visible)
     elif mode == "subset":
@@ -112,9 +117,7 @@ def build(
         L=len(source_ids),
         mode=mode,
         source_ids=tuple(map(int, source_ids)),
-        think_start_token=protocol.THINK_OPEN,
         think_start_ids=_ids(tokenizer, protocol.THINK_OPEN),
-        think_end_token=protocol.THINK_CLOSE,
         think_end_ids=_ids(tokenizer, protocol.THINK_CLOSE),
         think_made=made,
         cloned_from=cloned,
@@ -122,9 +125,9 @@ def build(
     )
     model.resize_token_embeddings(visible + dual.L, mean_resizing=False)
     with torch.no_grad():
-        for table in _tables(model):
+        for table in _tables(model):  # (V + L, H), or (V + L,) for a bias
             table[visible:] = table[list(dual.source_ids)]
-    model.dual_vocab = dual
+    dual.describe(model.config)
     save(model, tokenizer, folder)
     return dual
 
@@ -136,15 +139,19 @@ def _ids(tokenizer: PreTrainedTokenizerBase, tag: str) -> tuple[int, ...]:
 def _tables(model) -> list[Tensor]:
     """What has one row per id: the embedding, and an untied head with its bias."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    untied = [] if head.weight is embedding else [head.weight]
-    return [embedding, *untied, *([head.bias] if head.bias is not None else [])]
+    tables = [embedding]
+    if head.weight is not embedding:
+        tables.append(head.weight)
+    if head.bias is not None:
+        tables.append(head.bias)
+    return tables
 
 
 def _add_tags(
     model, tokenizer: PreTrainedTokenizerBase, think_missing: str, seed: int
 ) -> tuple[str, str]:
-    """Make the tags known as `think_missing` says; returns how they were made and the token that
-    was cloned."""
+    """Make the tags known; returns how that was done (`think_made`) and the token that was
+    cloned."""
     tags = (protocol.THINK_OPEN, protocol.THINK_CLOSE)
     special = [tag for tag in tags if tag in tokenizer.all_special_tokens]
     if special:
@@ -158,11 +165,12 @@ def _add_tags(
     if think_missing == "error":
         raise ValueError(
             f"{' and '.join(missing)}: no single token of this tokenizer; choose think_missing"
-            " clone_eos (recommended), add, or literal for a base that writes the tags as text"
+            " clone_eos (recommended), add, or literal for a base that writes them as text"
         )
     if think_missing == "literal":
         return "literal", ""
     cloned = clone_source(tokenizer) if think_missing == "clone_eos" else ""
+    # Not special: `skip_special_tokens` would drop the tags from every decoded text.
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in missing])
     rows = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:
@@ -171,7 +179,7 @@ def _add_tags(
     with torch.no_grad():
         for table in _tables(model):
             for tag in missing:
-                new = table[tokenizer.convert_tokens_to_ids(tag)]
+                new = table[tokenizer.convert_tokens_to_ids(tag)]  # (H,), a view
                 noise = torch.randn(new.shape, generator=generator).to(new)
                 if cloned:
                     origin = table[tokenizer.convert_tokens_to_ids(cloned)]
@@ -182,7 +190,7 @@ def _add_tags(
 
 
 def verify(folder: str | Path, *, untrained: bool = False) -> DualVocab:
-    """Check a dual checkpoint folder against its meta file: config, tokenizer, weights; with
+    """Check the tokenizer and the weights of a dual checkpoint against its config; with
     `untrained`, also that every mirror still equals its source. Raises ValueError that names file
     and field, one line for each problem.
     """
@@ -194,55 +202,49 @@ def verify(folder: str | Path, *, untrained: bool = False) -> DualVocab:
     return dual
 
 
-def _tokenizer_problems(folder: Path, dual: DualVocab) -> list[str]:
+def _tokenizer_problems(folder: Path, dual: DualVocab) -> Iterator[str]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    found = []
     if len(tokenizer) > dual.V:
-        found.append(
-            f"{folder}/tokenizer.json: has {len(tokenizer)} tokens, but {META} has V = {dual.V}"
-        )
-    for name, tag in (
-        ("think_start_ids", dual.think_start_token),
-        ("think_end_ids", dual.think_end_token),
-    ):
-        ids = _ids(tokenizer, tag)
-        if ids != getattr(dual, name):
-            found.append(
-                f"{folder}/{META}: {name}: {getattr(dual, name)}, but the tokenizer writes {tag} as"
-                f" {ids}"
+        yield f"{folder}/tokenizer.json: has {len(tokenizer)} tokens, more than V = {dual.V}"
+    tags = {"think_start_ids": protocol.THINK_OPEN, "think_end_ids": protocol.THINK_CLOSE}
+    for name, tag in tags.items():
+        ours, found = getattr(dual, name), _ids(tokenizer, tag)
+        if found != ours:
+            yield (
+                f"{folder}/config.json: {FIELD}: {name}: {ours}, but the tokenizer writes {tag} as"
+                f" {found}"
             )
-    return found
 
 
-def _weight_problems(folder: Path, dual: DualVocab, untrained: bool) -> list[str]:
-    tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(
-        "tie_word_embeddings", False
-    )
-    wanted = {"embed_tokens.weight": True, "lm_head.weight": not tied}
-    found, rows = [], dual.V + dual.L
+def _weight_problems(folder: Path, dual: DualVocab, untrained: bool) -> Iterator[str]:
+    # A tied head is not stored.
+    tied = AutoConfig.from_pretrained(folder).tie_word_embeddings
+    missing = {"embed_tokens.weight"} if tied else {"embed_tokens.weight", "lm_head.weight"}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as tensors:
             for key in tensors.keys():
-                suffix = next((suffix for suffix in wanted if key.endswith(suffix)), None)
-                if suffix is None:
+                name = ".".join(key.split(".")[-2:])
+                if name not in ("embed_tokens.weight", "lm_head.weight"):
                     continue
-                wanted[suffix] = False
-                count = tensors.get_slice(key).get_shape()[0]
-                if count != rows:
-                    found.append(f"{path}: {key}: {count} rows, but {META} has V + L = {rows}")
-                elif untrained:
-                    table = tensors.get_tensor(key)
-                    different = (
-                        (table[dual.V :] != table[list(dual.source_ids)]).any(-1).nonzero()[:, 0]
-                    )
-                    if len(different):
-                        j = int(different[0])
-                        found.append(
-                            f"{path}: {key}: {len(different)} mirrors differ from their sources,"
-                            f" the first is id {dual.V + j} of source {dual.source_ids[j]}"
-                        )
-    return found + [
-        f"{folder}: {name}: no such weight in its safetensors files"
-        for name, absent in wanted.items()
-        if absent
-    ]
+                missing.discard(name)
+                problem = _table_problem(tensors.get_tensor(key), dual, untrained)
+                if problem:
+                    yield f"{path}: {key}: {problem}"
+    for name in sorted(missing):
+        yield f"{folder}: {name}: no such weight in its safetensors files"
+
+
+def _table_problem(table: Tensor, dual: DualVocab, untrained: bool) -> str:
+    """What is wrong with an embedding or a head (rows, H), or ""."""
+    if len(table) != dual.V + dual.L:
+        return f"{len(table)} rows, but V + L = {dual.V + dual.L}"
+    if not untrained:
+        return ""
+    moved = (table[dual.V :] != table[list(dual.source_ids)]).any(-1).nonzero()[:, 0]
+    if not len(moved):
+        return ""
+    first = int(moved[0])
+    return (
+        f"{len(moved)} mirrors differ from their sources, the first is id {dual.V + first} of"
+        f" source {dual.source_ids[first]}"
+    )

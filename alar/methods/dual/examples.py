@@ -1,9 +1,9 @@
-"""Traces as training examples whose chains of thought are mirrors, for the project's supervised
-trainer.
+"""Traces as training examples whose chains of thought are mirrors, for the supervised trainer.
 
-Inputs and labels are remapped alike. `latent_only` keeps the loss where the *label* is a mirror:
-the position that predicts `</think>` from the last mirror is outside, the one that predicts the
-first mirror from `<think>` is inside. (A mask made from the inputs is off by one at both ends.)
+Inputs and labels are remapped alike. `latent_only` keeps the loss where the *label* is a mirror: so
+the position that predicts the first mirror from `<think>` is inside, and the one that predicts
+`</think>` from the last mirror is outside. (A mask made from the inputs is off by one at both
+ends.)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from alar.methods.dual.vocabulary import DualVocab, NoMirror
 from alar.records import Origin, Trajectory
 from alar.rollout.codec import Codec
-from alar.train.examples import Example, labels_from_origins, usable
+from alar.train.examples import Example, labels_from_origins, successful
 
 
 def thought_of(trajectory: Trajectory, turn: int, codec: Codec) -> str:
@@ -24,16 +24,17 @@ def thought_of(trajectory: Trajectory, turn: int, codec: Codec) -> str:
 
 
 def thoughts(trajectories: Sequence[Trajectory], codec: Codec) -> list[str]:
-    """All chains of thought of the traces that can be learnt from: what a subset vocabulary is made
-    of."""
-    return [
-        thought_of(t, turn, codec) for t in usable(trajectories) for turn in range(len(t.turns))
-    ]
+    """All chains of thought of the traces that can be learnt from: a subset vocabulary is made of
+    them."""
+    found = []
+    for trajectory in successful(trajectories):
+        found += [thought_of(trajectory, turn, codec) for turn in range(len(trajectory.turns))]
+    return found
 
 
-def rewrite(trajectory: Trajectory, codec: Codec) -> Example:
-    """One trace, encoded anew by `codec`: with a dual vocabulary its thoughts are mirrors, without
-    they stay text. The prompt is encoded anew too, because tags may have become single tokens."""
+def encoded_anew(trajectory: Trajectory, codec: Codec) -> Example:
+    """One trace, written again by `codec`: a `DualCodec` turns its thoughts into mirrors. The
+    prompt is encoded again too, because tags may have become single tokens."""
     ids = codec.encode(codec.form.prompt(trajectory.question))
     origins = [Origin.PROMPT] * len(ids)
     for number, turn in enumerate(trajectory.turns):
@@ -60,19 +61,19 @@ def dual_examples(
     only_latent: bool = False,
     missing: str = "error",
 ) -> list[Example]:
-    """The correct, well-formed traces as examples. `missing`: a trace with a token that has no
-    mirror is an "error", or is left out ("skip")."""
+    """The correct, well-formed traces as examples. A trace with a token that has no mirror is an
+    "error", or is left out ("skip"), as `missing` says."""
     if missing not in ("error", "skip"):
         raise ValueError(f"missing {missing!r}: expected error or skip")
     examples = []
-    for trajectory in usable(trajectories):
+    for trajectory in successful(trajectories):
         try:
-            example = rewrite(trajectory, codec)
+            example = encoded_anew(trajectory, codec)
         except NoMirror as problem:
             if missing == "error":
                 raise NoMirror(
-                    f"{trajectory.question.id}: {problem}; build with more mirrors, or leave such"
-                    " traces out"
+                    f"{trajectory.question.id}: {problem}; build with more mirrors, or skip such"
+                    " traces"
                 ) from None
             continue
         examples.append(latent_only(example, codec.dual) if only_latent else example)

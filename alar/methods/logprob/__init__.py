@@ -5,22 +5,28 @@ whether it was given.
     gold_<i)
 
 after the reasoning block of the last turn; −2 where that block never closes, −100 for a question
-that cannot be scored (LatentReasoning's MATH_LogProb reward). Scored in process or by a server, the
-same numbers.
+that cannot be scored (LatentReasoning's MATH_LogProb reward).
 """
 
-from alar.methods.logprob.reward import LogProbReward, group_normalised, mixed_rewards
-from alar.methods.logprob.scoring import INVALID, OPEN, Case, LogProbScorer, Score, Scorer, case_of
+from alar.methods.logprob.reward import LogProbReward, group_normalised, logprob_grpo, mixed_rewards
+from alar.methods.logprob.scoring import (
+    INVALID,
+    OPEN,
+    LogProbScorer,
+    Score,
+    ScoredContext,
+    context_of,
+)
 
 __all__ = [
     "INVALID",
     "OPEN",
-    "Case",
     "LogProbReward",
     "LogProbScorer",
     "Score",
-    "Scorer",
-    "case_of",
+    "ScoredContext",
+    "context_of",
     "group_normalised",
+    "logprob_grpo",
     "mixed_rewards",
 ]

@@ -1,13 +1,14 @@
-"""The log-prob reward of the trainer (`RLConfig.logprob_reward`), beside binary exact match.
+"""The log-prob reward, beside binary exact match.
 
     r = (1 − w) · EM + w · ŝ,    ŝ = (s − mean_G s) / std_G s
 
 with s the score of `alar.methods.logprob.scoring` and G the rollouts of one prompt; w = 0 is exact
 match alone, w = 1 LatentReasoning's continuous reward. The published OPEN = −2 is no floor:
 reasoning that closes on a wrong answer scores −5 … −25, so in a group of wrong rollouts one that
-never closes is the best. Repaired, it counts as the lowest of its group. Deliberate: INVALID scores
-say nothing about a policy, so they take no part in a group and earn 0 there; and validation, greedy
-and one rollout a prompt, is judged by exact match.
+never closes is the best. Repaired, it counts as the lowest of its group.
+
+Deliberate: INVALID scores say nothing about a policy, so they take no part in a group and earn 0
+there. Validation, which is greedy and has one rollout per prompt, is judged by exact match.
 """
 
 from __future__ import annotations
@@ -15,34 +16,46 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from alar.methods.logprob.scoring import INVALID, OPEN
+from alar.methods.logprob.scoring import INVALID, OPEN, LogProbScorer
+from alar.rl.config import RLConfig
 from alar.rl.objective import group_advantages
+from alar.rl.strategy import Reward, Strategy, grpo
 
 VARIANTS = ("published", "repaired")
 
 
 @dataclass(frozen=True)
-class LogProbReward:
-    """`weight` is w. `normalise=False` takes s itself for ŝ. `url`: a scorer server instead of the
-    trainer's own frozen reference, which scores in process."""
+class LogProbReward(Reward):
+    """`weight` is w. `normalise=False` takes s itself for ŝ. The trainer's frozen start scores."""
 
     weight: float = 0.5
     normalise: bool = True
-    variant: str = "published"
-    url: str = ""
+    variant: Literal["published", "repaired"] = "published"
 
     def __post_init__(self):
         if self.variant not in VARIANTS:
-            raise ValueError(
-                f"logprob_reward.variant is {self.variant!r}: expected one of {', '.join(VARIANTS)}"
-            )
+            raise ValueError(f"variant is {self.variant!r}: expected one of {', '.join(VARIANTS)}")
         if not 0 <= self.weight <= 1:
-            raise ValueError(
-                f"logprob_reward.weight is {self.weight}: expected a share, 0 for exact match alone"
-            )
+            raise ValueError(f"weight is {self.weight}: expected a share, 0 for exact match alone")
+
+    def rewards(self, summaries, groups, step, total_steps):
+        scores, correct = [s.score for s in summaries], [s.correct for s in summaries]
+        return mixed_rewards(scores, correct, groups, self)
+
+    def scorer(self, reference, tokenizer, form):
+        if self.weight == 0:
+            return None
+        scorer = LogProbScorer(reference, tokenizer, form)
+        return lambda trajectories: [score.value for score in scorer.score(trajectories)]
+
+
+def logprob_grpo(reward: LogProbReward, config: RLConfig, seed: int = 0) -> Strategy:
+    """What trains with the log-prob reward: GRPO without AR-GRPO's terms."""
+    return grpo(config, reward, seed)
 
 
 def mixed_rewards(
@@ -81,8 +94,10 @@ def open_as_lowest(values: Sequence[float], groups: Sequence[Hashable]) -> list[
 
 
 def group_normalised(values: Sequence[float], groups: Sequence[Hashable]) -> list[float]:
-    """(value − mean) / std over the values of its group; a group of one keeps its value; INVALID
-    ones take no part, and get 0."""
+    """(value − mean) / std over the values of its group.
+
+    A group of one keeps its value. INVALID values take no part, and get 0.
+    """
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
     valid = [row for row, value in enumerate(values) if value != INVALID]
     normalised = [0.0] * len(values)

@@ -10,7 +10,6 @@ spare rows and, outside of thoughts, mirrors have none.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from unicodedata import normalize
@@ -19,7 +18,6 @@ import numpy as np
 import torch
 
 from alar import protocol
-from alar.methods.dual.constraint import PhaseConstraint
 from alar.records import Origin, Trajectory
 from alar.rollout.codec import Codec
 from alar.rollout.hf import policy_logits
@@ -40,11 +38,10 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Case:
-    """One thing to score. `ids` and the z of their latent positions (N, H) are the record up to the
-    closing tag, `before` and `after` the text around an answer that goes on from there. `closed` is
-    False where the reasoning never closes.
-    """
+class ScoredContext:
+    """What a gold answer is scored after. `ids` and the z of their latent positions (N, H) are the
+    record up to the closing tag; `before` and `after` are the text around an answer that goes on
+    from there. `closed` is False where the reasoning never closes."""
 
     ids: Sequence[int]
     latents: np.ndarray
@@ -71,7 +68,9 @@ def around_answer(form: protocol.Form) -> tuple[str, str]:
     return protocol.BLOCK_SEPARATOR + opening, closing
 
 
-def case_of(trajectory: Trajectory, codec: Codec, form: protocol.Form = protocol.SEARCH) -> Case:
+def context_of(
+    trajectory: Trajectory, codec: Codec, form: protocol.Form = protocol.SEARCH
+) -> ScoredContext:
     """The trajectory up to the end of its last turn's reasoning block, and what follows where its
     `form` gives an answer.
 
@@ -81,7 +80,7 @@ def case_of(trajectory: Trajectory, codec: Codec, form: protocol.Form = protocol
     golds, (opening, after) = trajectory.question.answers, around_answer(form)
     last = trajectory.turns[-1] if trajectory.turns else None
     if last is None or last.mode not in ("think", "latent"):
-        return Case((), _latents(trajectory, 0), "", "", golds, closed=False)
+        return ScoredContext((), _latents(trajectory, 0), "", "", golds, closed=False)
     tag = (protocol.THINK_CLOSE if last.mode == "think" else protocol.LATENT_CLOSE).encode()
     table, written = codec.piece_bytes, b""
     for place in range(last.start, last.end):
@@ -91,9 +90,13 @@ def case_of(trajectory: Trajectory, codec: Codec, form: protocol.Form = protocol
         if end >= len(tag):
             break
     if trajectory.origins[place] == Origin.FORCED:
-        return Case(trajectory.ids[: place + 1], _latents(trajectory, place), opening, after, golds)
+        return ScoredContext(
+            trajectory.ids[: place + 1], _latents(trajectory, place), opening, after, golds
+        )
     tail = written[before:end].decode(errors="replace")
-    return Case(trajectory.ids[:place], _latents(trajectory, place), tail + opening, after, golds)
+    return ScoredContext(
+        trajectory.ids[:place], _latents(trajectory, place), tail + opening, after, golds
+    )
 
 
 def _latents(trajectory: Trajectory, length: int) -> np.ndarray:
@@ -118,25 +121,19 @@ def answer_tokens(codec: Codec, before: str, gold: str, after: str) -> tuple[lis
     return ids[: last + 1], first
 
 
-class Scorer(ABC):
-    """Scores trajectories whose turns are written in `form`; `codec` is that of the policy which
-    wrote them."""
+@dataclass(frozen=True)
+class _Row:
+    """One gold answer to score: `ids` are its context and itself, from place `first` on the gold."""
 
-    codec: Codec
-    form: protocol.Form
-
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        return self.score_cases(
-            [case_of(trajectory, self.codec, self.form) for trajectory in trajectories]
-        )
-
-    @abstractmethod
-    def score_cases(self, cases: Sequence[Case]) -> list[Score]:
-        """One score per case, in order."""
+    number: int  # of the trajectory
+    gold: str
+    ids: list[int]
+    first: int
 
 
-class LogProbScorer(Scorer):
-    """Scores with a model of this process, latent or ordinary, in its dtype and on its device.
+class LogProbScorer:
+    """Scores trajectories whose turns are written in `form`, with a latent or an ordinary model, in
+    its dtype and on its device.
 
     A forward pass takes about `batch_tokens` tokens, padding included.
     """
@@ -146,114 +143,68 @@ class LogProbScorer(Scorer):
     ):
         self.codec, self.form = Codec.of(model, tokenizer, form), form
         self.model, self.batch_tokens = model.eval(), batch_tokens
-        dual = self.codec.dual
-        self.constraint = (
-            None
-            if dual is None
-            else PhaseConstraint(tokenizer, dual, next(model.parameters()).device)
-        )
+        self.constraint = self.codec.constraint(next(model.parameters()).device)
 
-    @property
-    def positions(self) -> int:
-        return self.model.config.max_position_embeddings
-
-    def check(self, case: Case) -> None:
-        """ValueError, naming the field, for a case that no trajectory of this model can be."""
-        rows, reserved = (
-            self.model.get_input_embeddings().num_embeddings,
-            self.codec.latent_token_id,
-        )
-        outside = next((token for token in case.ids if not 0 <= token < rows), None)
-        if outside is not None:
-            raise ValueError(f"ids: {outside} is no token of this model, which has {rows}")
-        places = sum(token == reserved for token in case.ids) if reserved is not None else 0
-        if places != len(case.latents):
-            raise ValueError(
-                f"latents: {len(case.latents)} vectors for {places} latent positions among the ids"
-            )
-        width = self.model.config.hidden_size
-        if len(case.latents) and case.latents.shape[1:] != (width,):
-            raise ValueError(
-                f"latents: vectors of size {case.latents.shape[1:]}, this model's have {width}"
-                " numbers"
-            )
-        if not np.isfinite(case.latents).all():
-            raise ValueError("latents: a number is not finite")
-        if case.closed and not len(case.ids):
-            raise ValueError("ids: is empty; the context of an answer has at least one token")
-
-    def score_cases(self, cases: Sequence[Case]) -> list[Score]:
-        """One score per case, in order. Raises ValueError for a case that does not belong to this
-        model (`check`)."""
-        scores, rows = [], []  # rows: (case, gold, ids, index of the gold's first piece)
-        for number, case in enumerate(cases):
-            self.check(case)
-            known = case.without_model()
-            answers = [] if known else case.answers
-            found = [
-                (gold, *answer_tokens(self.codec, case.before, gold, case.after))
-                for gold in answers
-            ]
-            fitting = [
-                (number, gold, [*case.ids, *ids], len(case.ids) + first)
-                for gold, ids, first in found
-                if len(case.ids) + len(ids) <= self.positions
-            ]
-            rows += fitting
-            scores.append(
-                known
-                or Score(
-                    INVALID, problem=f"the context exceeds the model's {self.positions} positions"
-                )
-            )
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """One score per trajectory, in order. Raises ValueError for one without z at its latent
+        positions."""
+        contexts = [context_of(t, self.codec, self.form) for t in trajectories]
+        positions = self.model.config.max_position_embeddings
+        too_long = Score(INVALID, problem=f"the context exceeds the model's {positions} positions")
+        scores, rows = [], []
+        for number, context in enumerate(contexts):
+            known = context.without_model()
+            scores.append(known or too_long)
+            if known is None:
+                rows += [r for r in self._rows(number, context) if len(r.ids) <= positions]
         for part in self._parts(rows):
-            for (number, gold, _, _), value in zip(part, self._means(part, cases)):
-                if not scores[number].gold or value > scores[number].value:
-                    scores[number] = Score(value, gold)
+            for row, value in zip(part, self._means(part, contexts)):
+                best = scores[row.number]
+                if not best.gold or value > best.value:
+                    scores[row.number] = Score(value, row.gold)
         return scores
 
-    def _parts(self, rows: list[tuple]) -> Iterator[list[tuple]]:
+    def _rows(self, number: int, context: ScoredContext) -> Iterator[_Row]:
+        """One for every gold answer of the context."""
+        for gold in context.answers:
+            ids, first = answer_tokens(self.codec, context.before, gold, context.after)
+            yield _Row(number, gold, [*context.ids, *ids], len(context.ids) + first)
+
+    def _parts(self, rows: list[_Row]) -> Iterator[list[_Row]]:
         """Rows of similar lengths, as many as `batch_tokens` allows."""
-        rows = sorted(rows, key=lambda row: len(row[2]), reverse=True)
+        rows = sorted(rows, key=lambda row: len(row.ids), reverse=True)
         while rows:
-            count = max(1, self.batch_tokens // len(rows[0][2]))
+            count = max(1, self.batch_tokens // len(rows[0].ids))
             yield rows[:count]
             rows = rows[count:]
 
     @torch.no_grad()
-    def _means(self, rows: Sequence[tuple], cases: Sequence[Case]) -> list[float]:
-        width, device = len(rows[0][2]), next(self.model.parameters()).device
+    def _means(self, rows: Sequence[_Row], contexts: Sequence[ScoredContext]) -> list[float]:
+        """Mean log-prob of each row's gold; the longest row comes first."""
+        width, device = len(rows[0].ids), next(self.model.parameters()).device
+        gaps = [width - len(row.ids) for row in rows]
         ids = torch.tensor(
-            [row[2] + [0] * (width - len(row[2])) for row in rows], device=device
+            [r.ids + [0] * gap for r, gap in zip(rows, gaps)], device=device
         )  # (B, T)
         mask = torch.tensor(
-            [[1] * len(row[2]) + [0] * (width - len(row[2])) for row in rows], device=device
+            [[1] * len(r.ids) + [0] * gap for r, gap in zip(rows, gaps)], device=device
         )
-        z = [
-            torch.as_tensor(cases[number].latents)
-            for number, *_ in rows
-            if len(cases[number].latents)
-        ]
         if hasattr(self.model, "latent_states"):
-            hidden = self.model.latent_states(
-                ids, mask, latents=torch.cat(z).to(device) if z else None
-            ).hidden
+            z = [torch.as_tensor(contexts[row.number].latents) for row in rows]  # (n, H) each
+            z = [one for one in z if len(one)]
+            recorded = torch.cat(z).to(device) if z else None
+            hidden = self.model.latent_states(ids, mask, latents=recorded).hidden  # (B, T, H)
         else:
-            hidden = self.model.model(
-                input_ids=ids, attention_mask=mask, use_cache=False
-            ).last_hidden_state
-        row_of = [
-            row for row, (_, _, tokens, first) in enumerate(rows) for _ in range(first, len(tokens))
-        ]
-        place = [p for _, _, tokens, first in rows for p in range(first, len(tokens))]
-        states = hidden[row_of, torch.tensor(place) - 1]  # (n, H): before each token of a gold
-        logits = policy_logits(self.model, states)
+            output = self.model.model(input_ids=ids, attention_mask=mask, use_cache=False)
+            hidden = output.last_hidden_state
+        # Every token of a gold is predicted by the state before it.
+        lengths = [len(row.ids) - row.first for row in rows]
+        row_of = [index for index, length in enumerate(lengths) for _ in range(length)]
+        place = [p for row in rows for p in range(row.first, len(row.ids))]
+        states = hidden[row_of, torch.tensor(place) - 1]  # (n, H)
+        logits = policy_logits(self.model, states)  # (n, V)
         if self.constraint is not None:
             logits = self.constraint(logits, torch.zeros(len(states)))  # answers are visible text
         logprobs = torch.log_softmax(logits, -1)
-        chosen = (
-            logprobs.gather(1, ids[row_of, place][:, None])[:, 0]
-            .double()
-            .split([len(r[2]) - r[3] for r in rows])
-        )
-        return [float(part.mean()) for part in chosen]
+        chosen = logprobs.gather(1, ids[row_of, place][:, None])[:, 0].double()  # (n,)
+        return [float(part.mean()) for part in chosen.split(lengths)]

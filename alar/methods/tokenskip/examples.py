@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from alar.methods.dual.codec import DualCodec
 from alar.protocol import Form, Prompted, Trusted
 from alar.records import Environment, Origin, Question, Trajectory
 from alar.rollout.codec import Codec
@@ -61,7 +62,7 @@ def example_at(
         raise ValueError(
             f"{trajectory.question.id}: {len(thoughts)} thoughts for {len(trajectory.turns)} turns"
         )
-    recorded = ratio == 1 and getattr(codec, "dual", None) is None
+    recorded = ratio == 1 and not isinstance(codec, DualCodec)
     form = conditioned_form(codec.form, ratio, codec.tokenizer.eos_token)
     ids = codec.encode(form.prompt(trajectory.question))
     origins, cursor = [Origin.PROMPT] * len(ids), trajectory.turns[0].start

@@ -24,31 +24,33 @@ def agreement(model, one: Sequence[Trajectory], other: Sequence[Trajectory]) -> 
     """One row per question that two engines answered greedily with the weights of the latent
     `model`.
 
-    same, same_answer: all ids, the prediction · margin: by how much the first engine's id was the
-    likelier one where they first differ (NaN if they do not, infinite if one record only goes on
-    longer) · logprob_difference, latent_difference: the largest over what is written before that.
+    same, same_answer   whether all ids, or the predictions, are equal
+    margin              log-probability of the first engine's id less that of the other's where they
+                        first differ; NaN if they do not, infinite if one only goes on longer
+    logprob_difference, latent_difference   the largest before that place
     """
     return pd.DataFrame([_compared(model, *pair) for pair in zip(one, other, strict=True)])
 
 
 def _compared(model, one: Trajectory, other: Trajectory) -> dict:
     pairs = list(zip(one.ids, other.ids))
-    equal = next((index for index, (a, b) in enumerate(pairs) if a != b), len(pairs))
-    margin = float("nan") if one.ids == other.ids else float("inf")
-    if equal < len(pairs):
+    differing = [place for place, (ours, theirs) in enumerate(pairs) if ours != theirs]
+    equal = differing[0] if differing else len(pairs)  # tokens that both wrote
+    if differing:
         margin = _margin(model, one.ids[:equal], *pairs[equal])
+    else:
+        margin = float("nan") if one.ids == other.ids else float("inf")
     thoughts = one.count(Origin.LATENT, span=(0, equal))
-    apart = np.abs(np.subtract(one.logprobs[:equal], other.logprobs[:equal]))
+    logprobs = np.abs(np.subtract(one.logprobs[:equal], other.logprobs[:equal]))
+    latents = np.abs(one.latents[:thoughts] - other.latents[:thoughts])
     return {
         "question_id": one.question.id,
         "generated_tokens": one.generated_tokens,
         "same": one.ids == other.ids,
         "same_answer": one.prediction == other.prediction,
         "margin": margin,
-        "logprob_difference": np.nan_to_num(apart).max(initial=0.0),
-        "latent_difference": (
-            np.abs(one.latents[:thoughts] - other.latents[:thoughts]).max(initial=0.0)
-        ),
+        "logprob_difference": np.nan_to_num(logprobs).max(initial=0.0),
+        "latent_difference": latents.max(initial=0.0),
     }
 
 
@@ -56,7 +58,7 @@ def _compared(model, one: Trajectory, other: Trajectory) -> dict:
 def _margin(model, ids: Sequence[int], token: int, other: int) -> float:
     """log p(token) − log p(other) after `ids`."""
     hidden = model.latent_states(torch.tensor([ids], device=model.device)).hidden[0, -1]
-    logits = policy_logits(model, hidden)
+    logits = policy_logits(model, hidden)  # (V,)
     return (logits[token] - logits[other]).item()
 
 
@@ -68,6 +70,7 @@ def engine_throughput(
     waiting = deque(TurnRequest(session, ids, []) for session, ids in enumerate(prompts))
     tokens, under_way, began = 0, 0, time.perf_counter()
     while waiting or engine.busy:
+        # A new turn enters as soon as one has ended.
         entering = [waiting.popleft() for _ in range(min(len(waiting), concurrent - under_way))]
         engine.submit(entering, sampling)
         ended = engine.step()
@@ -97,7 +100,7 @@ def server_throughput(
         with ThreadPoolExecutor(concurrent) as clients:
             began = time.perf_counter()
             tokens = sum(clients.map(tokens_of, prompts))
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - began  # without starting and stopping the clients
     return _row(concurrent, len(prompts), tokens, seconds)
 
 

@@ -19,7 +19,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from alar.model.checkpoints import FAMILIES, resolve
 from alar.study.params.sections import Experiment
-from alar.train.pretrain import PretrainConfig, build_model
+from alar.train.pretrain import build_model
 from alar.train.supervised import LORA_TARGETS
 
 _QWEN25_3B = {
@@ -120,13 +120,9 @@ def size_of(experiment: Experiment, domain: str) -> Size | None:
     folder without a config.
     """
     if experiment.model.base == "scratch":
-        wanted = experiment.pretrain
-        sizes = PretrainConfig(
-            hidden_size=wanted.hidden_size, layers=wanted.layers, vocabulary=wanted.vocabulary
-        )
         with torch.device("meta"):
             config = build_model(
-                sizes, SimpleNamespace(eos_token_id=0, pad_token_id=0)
+                experiment.pretrain, SimpleNamespace(eos_token_id=0, pad_token_id=0)
             ).config.to_dict()
         source = "pretrain"
     else:

@@ -139,7 +139,6 @@ class Logprob(Section):
     variant: Literal["published", "repaired"] = (
         "published"  # repaired: never closing is as bad as the group's worst
     )
-    url: str = ""  # of a scorer server; "" = the frozen start, in process
     steps: Count = 12  # of each weight
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.01
     validation_every: CountOrNone = 6  # 0 = never

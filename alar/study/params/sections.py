@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import Field
 
-from alar.parameters import Count, CountOrNone, Location, LocationOrName, Rate, Section, Share
+from alar.parameters import Count, CountOrNone, Location, LocationOrName, Section
+from alar.rl.config import RLConfig
 from alar.study.params.methods import (
     DualVocabulary,
     LengthRewards,
@@ -21,7 +22,7 @@ from alar.study.params.methods import (
     Static,
     Tokenskip,
 )
-from alar.train.config import Supervised
+from alar.train.config import Aasd, Pretrain, Warmup
 
 Domain = Literal["search", "tool"]
 DOMAINS = get_args(Domain)
@@ -105,18 +106,6 @@ class Model(Section):
     projector_scale: Literal["one", "embedding_rms"] = "one"
 
 
-class Pretrain(Section):
-    """Used when `model.base` is "scratch"."""
-
-    steps: CountOrNone = 3300
-    batch_size: Count = 32
-    learning_rate: Rate = 3e-3
-    questions_per_world: Count = 1536
-    hidden_size: Annotated[int, Field(ge=32, multiple_of=32)] = 128
-    layers: Count = 4
-    vocabulary: Annotated[int, Field(ge=512)] = 3072
-
-
 class Retrieval(Section):
     backend: Literal["tfidf", "e5", "http"] = "tfidf"
     topk: Count = 2
@@ -158,95 +147,6 @@ class Teacher(Section):
     judge: Literal["official", "toolmind"] = (
         "official"  # of the tool domain's traces; "toolmind": kept from its score 1.5 on
     )
-
-
-class Aasd(Supervised):
-    kind: Literal["latent", "constant"] = (
-        "latent"  # "constant": K learned vectors, the pause-token control
-    )
-
-
-class Warmup(Supervised):
-    latent_probability: Share = 0.5
-    epochs: Annotated[float, Field(ge=0)] = 1.25  # 0 = no warm-up: stage 1's model goes on as it is
-
-
-class Rl(Section):
-    steps: Count = 44
-    prompts_per_step: Count = 8
-    group_size: Annotated[int, Field(ge=2)] = 8
-    gradient_accumulation: Count = 4
-    learning_rate: Rate = 5e-4
-    schedule: Literal["constant", "linear"] = "linear"  # linear: to zero over all steps
-    warmup_ratio: Share = 0.1
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    kl_coefficient: Annotated[float, Field(ge=0)] = (
-        2.0  # against mode_weight: notebook 05 says how they balance
-    )
-    clip_low: Share = 0.2
-    clip_high: Share = 0.2
-    alpha: Annotated[float, Field(ge=0)] = 0.15  # published: 0.3
-    length_tolerance: Annotated[float, Field(ge=0)] = (
-        0.0  # characters; 0 = the base's median think length
-    )
-    diversity: Annotated[float, Field(ge=0)] = 1.0  # weight of the diversity bonus; 0 = none
-    variant: Literal["published", "repaired"] = "repaired"
-    judge: Literal["official", "toolmind"] = (
-        "official"  # of the tool domain; "toolmind": its dense score is the reward
-    )
-    norm_adv_by_std: bool = (
-        False  # published: True; without, alpha is what a latent turn is worth in any group
-    )
-    credit: Literal["trajectory", "turn"] = "turn"
-    explore_fraction: Share = (
-        0.75  # of each group's rollouts, in which the mode of one turn is drawn at random
-    )
-    mode_weight: Annotated[float, Field(ge=0)] = (
-        48.0  # against the tokens of the text, whose advantages are mostly noise
-    )
-    mode_baseline: Share = (
-        1.0  # of the mean effect of latent turns, taken off each: which turns first, how many later
-    )
-    kept_variance: Annotated[float, Field(gt=0, le=1)] = (
-        1.0  # below 1: only groups that hold this share of the variance
-    )
-    latents: Literal["recomputed", "cached"] = "recomputed"
-    trainable: Literal["lora", "full"] = "full"
-    lora_rank: Count = 16
-    lora_alpha: Count = 32
-    train_projector: bool = False
-    worlds: Count = 24
-    types: list[
-        str
-    ] = []  # of embedded prompts, in turn: one that is named twice comes twice as often; [] = all
-    validation_every: CountOrNone = 11  # 0 = never
-    validation_questions: Count = 128
-    checkpoint_every: Count = 10
-    trainer: Literal["single", "verl"] = "single"
-    nodes: Count = 1  # for verl; it takes all GPUs of each
-    tensor_parallel: Count = 1  # for verl with rollout.engine vllm: GPUs that share one model
-
-    def inconsistencies(self):
-        found = []
-        explored = self.group_size * self.explore_fraction
-        if 0 < explored < 1:
-            found.append(
-                (
-                    "explore_fraction",
-                    (
-                        f"{self.explore_fraction} of a group of {self.group_size} is less than "
-                        f"one rollout; use 0, or at least {1 / self.group_size:.3g}"
-                    ),
-                )
-            )
-        if self.train_projector and self.latents == "cached":
-            found.append(
-                (
-                    "train_projector",
-                    "cached latents carry no gradient to the projector; set rl.latents: recomputed",
-                )
-            )
-        return found
 
 
 class Eval(Section):
@@ -393,7 +293,7 @@ class Experiment(Section):
     teacher: Teacher = Teacher()
     aasd: Aasd = Aasd()
     warmup: Warmup = Warmup()
-    rl: Rl = Rl()
+    rl: RLConfig = RLConfig()
     eval: Eval = Eval()
     figures: Figures = Figures()
     inspector: Inspector = Inspector()
