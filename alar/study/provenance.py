@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from alar.files import write_json
-from alar.study.cache import read_record
 from alar.study.params.sections import Experiment
+from alar.study.stage import read_note
 
 
 def update(
@@ -29,7 +29,7 @@ def update(
 ) -> None:
     """Rewrite the run's provenance with one more finished stage."""
     path = run_dir / "provenance.json"
-    before = read_record(path) or {}
+    before = read_note(path) or {}
     wanted = ("key", "finished", "seconds", "inputs", "outputs")
     here = git(root) | {"python": platform.python_version()}
     write_json(

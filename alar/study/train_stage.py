@@ -29,7 +29,7 @@ from alar.records import read_trajectories
 from alar.rollout.codec import Codec
 from alar.study import params
 from alar.study.params.notebooks import declared_parameters
-from alar.study.stage import open_stage, repository, resolve
+from alar.study.stage import in_repository, open_stage, repository
 from alar.train.distributed import num_processes, rank
 from alar.train.examples import aasd_examples, at_most, warmup_examples
 from alar.train.supervised import SupervisedConfig, train
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if first:  # checks that they are there, and notes them
         stage.input(*INITIAL[options.stage])
         stage.input("02_teacher_traces", "traces.jsonl")
-    run_dir = resolve(values["run_dir"])
+    run_dir = in_repository(values["run_dir"])
     model, tokenizer = load(
         run_dir.joinpath(*INITIAL[options.stage]),
         num_latent=values.get("model_num_latent"),
