@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Runs the whole study: sets up the environment if need be, then every numbered notebook in order.
 
-    python run_all.py                                   the laptop study, params/laptop.yaml
-    python run_all.py --list                            what would run, and why
-    python run_all.py --params FILE --check             what is missing here for it, without a network
-    python run_all.py --params params/smoke.yaml        notebooks 00 to 08, a few steps each
+    python run_all.py                               the laptop study, params/laptop.yaml
+    python run_all.py --list                        what would run, and why
+    python run_all.py --params FILE --check         what is missing here for it, offline
+    python run_all.py --params params/smoke.yaml    notebooks 00 to 08, a few steps each
     python run_all.py --domain search --only 06 --set eval.checkpoint=FOLDER
-    python run_all.py --test                            the tests
+    python run_all.py --test                        the tests
 
 Needs only Python 3.11 or 3.12 to start, so this file uses the standard library alone. The running
 interpreter is used if it has the core packages in a tested combination of versions; otherwise
@@ -199,16 +199,17 @@ def tested_line() -> str | None:
     if missing_packages():
         return None
     for name, wanted in TESTED_LINES.items():
-        if all(
+        found = [
             re.match(re.escape(prefix) + r"(\.|\+|$)", version(package) or "")
             for package, prefix in wanted.items()
-        ):
+        ]
+        if all(found):
             return name
     return None
 
 
 def missing_packages() -> list[str]:
-    """The core's direct dependencies (pyproject.toml, core-nodeps.txt) that are not installed here."""
+    """Direct dependencies of the core (pyproject.toml, core-nodeps.txt) that are not installed."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -1,4 +1,4 @@
-"""The comparison: rows that agree with the statistics, pairs by question, nothing measured twice."""
+"""The comparison: rows agree with the statistics, are paired by question, and are measured once."""
 
 import numpy as np
 import pytest

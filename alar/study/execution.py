@@ -2,7 +2,7 @@
 outside.
 
 papermill works in a thread while the calling thread looks after the terminal, so that Ctrl-C ends
-the kernel at once. The kernel is started from a specification of our own, because a `python3` in the
+the kernel at once. The kernel is started from our own specification, because a `python3` in the
 user's home would take precedence over the running interpreter. If this process is killed the kernel
 notices within a second and ends too (ipykernel polls its parent); until then it holds the lock of
 its stage (`alar.study.stage.lock_stage`).

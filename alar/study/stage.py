@@ -6,9 +6,9 @@
         report({"step": step, "loss": loss})
 
 The same calls work by hand in JupyterLab, under papermill and under `run_all.py`. Each file that
-`input` hands out is noted with its content in `.inputs.json`; with the code and the parameters these
-notes decide whether a finished stage may be reused (`alar.study.receipts`). A stage that can resume
-keeps its state in its subfolder `resume`; every other stage starts from an empty folder.
+`input` hands out is noted with its content in `.inputs.json`; with the code and the parameters
+these notes decide whether a finished stage may be reused (`alar.study.receipts`). A stage that can
+resume keeps its state in its subfolder `resume`; every other stage starts from an empty folder.
 """
 
 import contextlib

@@ -1,4 +1,5 @@
-"""Shards of teacher rollouts made one: checked against each other, counted, and written as traces."""
+"""Makes one file of traces from the shards of teacher rollouts, after checking that they belong
+together."""
 
 from __future__ import annotations
 
