@@ -123,9 +123,8 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(
-                errors="replace"
-            )  # a console or a log of another encoding shows "?" for what it lacks
+            # A console or a log of another encoding shows "?" for what it lacks.
+            stream.reconfigure(errors="replace")
     check_python(sys.version_info[:2])
     testing = options.test or options.test_full
     environment(engines=testing or options.install == "engines", tests=testing)
@@ -214,10 +213,8 @@ def missing_packages() -> list[str]:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     alone = (ROOT / "requirements" / "core-nodeps.txt").read_text(encoding="utf-8").splitlines()
-    wanted = [
-        *project["dependencies"],
-        *(line for line in alone if line and not line.startswith("#")),
-    ]
+    alone = [line for line in alone if line and not line.startswith("#")]
+    wanted = [*project["dependencies"], *alone]
     names = [re.match(r"[A-Za-z0-9._-]+", requirement).group() for requirement in wanted]
     return [name for name in names if version(name) is None]
 
@@ -292,17 +289,8 @@ def drop_half_installed(venv: Path) -> None:
 
 def pip_install(arguments: list[str], title: str) -> None:
     """Run pip, showing one line that changes in a terminal, and a line now and then elsewhere."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--no-input",
-        "--disable-pip-version-check",
-        "--progress-bar",
-        "off",
-        *arguments,
-    ]
+    command = [sys.executable, "-m", "pip", "install", "--no-input", "--progress-bar", "off"]
+    command += ["--disable-pip-version-check", *arguments]
     print(f"Installing {title}", flush=True)
     began = time.time()
     log: list[str] = []
@@ -313,15 +301,11 @@ def pip_install(arguments: list[str], title: str) -> None:
         in_place = sys.stdout.isatty()
         while not finished.wait(1 if in_place else 30):
             text = f"  {time.time() - began:.0f} s: {status}"
-            print(
-                (
-                    "\r\033[K" + text[: shutil.get_terminal_size().columns - 1]
-                    if in_place
-                    else text[:160]
-                ),
-                end="" if in_place else "\n",
-                flush=True,
-            )
+            if in_place:  # back to the start of the line, which is cleared
+                width = shutil.get_terminal_size().columns - 1
+                print("\r\033[K" + text[:width], end="", flush=True)
+            else:
+                print(text[:160], flush=True)
         if in_place:
             print("\r\033[K", end="")
 
@@ -371,18 +355,11 @@ def only_one(path: Path):
 
 def run_tests(*, full: bool) -> int:
     """pytest's own output and exit code; its closing line stays the last one."""
+    chosen = [] if full else ["-m", "not full"]
+    command = [sys.executable, "-m", "pytest", "-q", *chosen, str(ROOT / "tests")]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        *([] if full else ["-m", "not full"]),
-        str(ROOT / "tests"),
-    ]
-    return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    ).returncode
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
 
 if __name__ == "__main__":

@@ -42,11 +42,9 @@ class Store:
         path = self.folder / key
         return path if path.exists() else None
 
-    @contextlib.contextmanager
-    def writing(self, key: str) -> Iterator[Path]:
+    def writing(self, key: str) -> contextlib.AbstractContextManager[Path]:
         """A path to write a file or folder to; it becomes the result when the block ends well."""
-        with whole(self.folder / key) as aside:
-            yield aside
+        return whole(self.folder / key)
 
     def once(self, key: str, make: Callable[[Path], Any]) -> Path:
         """The finished result; `make(path)` writes it if it is not there yet."""

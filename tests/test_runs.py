@@ -36,26 +36,27 @@ ROOT = Path(__file__).resolve().parent.parent
 PARAMETERS = "run_dir = 'runs/by-hand/search'\ndomain = 'search'\nseed = 0\nreport_to = 'none'\n"
 
 MODEL = [
-    (
-        "from alar.study.stage import open_stage\nfrom alar.domains.search.words import WORD\n"
-        "stage = open_stage('01_latent_model', run_dir)"
-    ),
+    """
+from alar.study.stage import open_stage
+from alar.domains.search.words import WORD
+stage = open_stage('01_latent_model', run_dir)
+""",
     "(stage.folder / 'model.txt').write_text(f'{WORD} {num_latent} {seed}')",
 ]
 AASD = [
-    (
-        "from alar.study.stage import open_stage, progress\n"
-        "stage = open_stage('03_aasd', run_dir, report_to=report_to)\n"
-        "model = stage.input('01_latent_model', 'model.txt').read_text()"
-    ),
-    (
-        "for step in progress(range(3), 'AASD'):\n    stage.log({'step': step, 'loss': 1 / (step +"
-        " 1)}, file='loss.jsonl')"
-    ),
-    (
-        "(stage.folder / 'checkpoint').mkdir()\n(stage.folder / 'checkpoint' /"
-        " 'w.txt').write_text(f'{model} {epochs}')"
-    ),
+    """
+from alar.study.stage import open_stage, progress
+stage = open_stage('03_aasd', run_dir, report_to=report_to)
+model = stage.input('01_latent_model', 'model.txt').read_text()
+""",
+    """
+for step in progress(range(3), 'AASD'):
+    stage.log({'step': step, 'loss': 1 / (step + 1)}, file='loss.jsonl')
+""",
+    """
+(stage.folder / 'checkpoint').mkdir()
+(stage.folder / 'checkpoint' / 'w.txt').write_text(f'{model} {epochs}')
+""",
 ]
 RL = [
     """
@@ -197,10 +198,13 @@ def test_a_run_leaves_flat_parameters_provenance_and_a_summary(study):
         "06_benchmark_eval",
         "",
         [
-            "import shutil\nfrom alar.study.stage import open_stage\n"
-            "stage = open_stage('06_benchmark_eval',"
-            f" run_dir)\nstage.input('03_aasd', 'checkpoint')\nshutil.copy({str(results)!r},"
-            " stage.folder)"
+            f"""
+import shutil
+from alar.study.stage import open_stage
+stage = open_stage('06_benchmark_eval', run_dir)
+stage.input('03_aasd', 'checkpoint')
+shutil.copy({str(results)!r}, stage.folder)
+"""
         ],
     )
     code, shown = study.run()
@@ -297,10 +301,12 @@ def test_the_kernel_is_the_running_interpreter_whatever_kernels_the_user_has(
         "03_aasd",
         "threads = 0",
         [
-            "import os, sys\nfrom alar.study.stage import open_stage\n"
-            "stage = open_stage('03_aasd',"
-            " run_dir)\n(stage.folder / 'where.txt').write_text(f\"{sys.executable}"
-            " {os.environ['OMP_NUM_THREADS']}\")"
+            """
+import os, sys
+from alar.study.stage import open_stage
+stage = open_stage('03_aasd', run_dir)
+(stage.folder / 'where.txt').write_text(f"{sys.executable} {os.environ['OMP_NUM_THREADS']}")
+"""
         ],
     )
     assert study.ran("run.threads=3", only=("03",)) == ["03_aasd"]
@@ -312,11 +318,11 @@ def test_one_stage_alone_asks_for_its_inputs_only_when_it_needs_them(study):
         "06_benchmark_eval",
         "checkpoint = ''",
         [
-            (
-                "from pathlib import Path\nfrom alar.study.stage import open_stage\n"
-                "stage ="
-                " open_stage('06_benchmark_eval', run_dir)"
-            ),
+            """
+from pathlib import Path
+from alar.study.stage import open_stage
+stage = open_stage('06_benchmark_eval', run_dir)
+""",
             "folder = Path(checkpoint) if checkpoint else stage.input('03_aasd', 'checkpoint')",
             "(stage.folder / 'seen.txt').write_text((folder / 'w.txt').read_text())",
         ],
@@ -339,9 +345,10 @@ def test_one_stage_alone_asks_for_its_inputs_only_when_it_needs_them(study):
 
 
 def test_a_file_among_names_counts_by_its_content(study):
-    stage = (
-        "from alar.study.stage import open_stage\nstage = open_stage('06_benchmark_eval', run_dir)"
-    )
+    stage = """
+from alar.study.stage import open_stage
+stage = open_stage('06_benchmark_eval', run_dir)
+"""
     study.notebook("06_benchmark_eval", "sets = ['real']", [stage])
     mine = study.root / "mine.jsonl"
     mine.write_text("a")
@@ -359,10 +366,12 @@ def test_an_input_that_appears_later_runs_the_stage_again(study):
         "07_figures",
         "",
         [
-            "from alar.study.stage import open_stage\n"
-            "stage = open_stage('07_figures', run_dir)\npath ="
-            " stage.input('06_benchmark_eval', 'table.csv', required=False)\n(stage.folder /"
-            " 'f.txt').write_text(str(path))"
+            """
+from alar.study.stage import open_stage
+stage = open_stage('07_figures', run_dir)
+path = stage.input('06_benchmark_eval', 'table.csv', required=False)
+(stage.folder / 'f.txt').write_text(str(path))
+"""
         ],
     )
     assert study.ran(only=("07",)) == ["07_figures"]
@@ -615,10 +624,13 @@ def test_a_notebook_that_gathers_comes_after_the_variants_that_it_reads(study, t
         "17_ablations",
         "compared = []",
         [
-            "import os\nfrom pathlib import Path\nfrom alar.study.stage import open_stage\n"
-            "stage ="
-            " open_stage('17_ablations', run_dir)\nassert (stage.run_dir.parents[1] / 'one' /"
-            " 'search' / '03_aasd' / 'stage.json').exists()"
+            """
+import os
+from pathlib import Path
+from alar.study.stage import open_stage
+stage = open_stage('17_ablations', run_dir)
+assert (stage.run_dir.parents[1] / 'one' / 'search' / '03_aasd' / 'stage.json').exists()
+"""
         ],
     )
     slow = "import time\ntime.sleep(2)"
@@ -845,26 +857,30 @@ def test_publishing_writes_figures_and_small_pages(study, tmp_path):
         "07_figures",
         "",
         [
-            (
-                "from alar.study.stage import open_stage\n"
-                "stage = open_stage('07_figures', run_dir)\nfor name"
-                " in ('a.png', 'a.svg', 'a.csv', 'note.txt'):\n    (stage.folder /"
-                " name).write_text('x')"
-            ),
-            (
-                "import matplotlib.pyplot as plt\nprint(stage.folder)\nplt.figure(figsize=(20, 5),"
-                " dpi=100)\nplt.plot([1, 2]);"
-            ),
+            """
+from alar.study.stage import open_stage
+stage = open_stage('07_figures', run_dir)
+for name in ('a.png', 'a.svg', 'a.csv', 'note.txt'):
+    (stage.folder / name).write_text('x')
+""",
+            """
+import matplotlib.pyplot as plt
+print(stage.folder)
+plt.figure(figsize=(20, 5), dpi=100)
+plt.plot([1, 2]);
+""",
         ],
     )
     study.notebook(
         "08_latent_inspector",
         "",
         [
-            "from alar.study.stage import open_stage\n"
-            "stage = open_stage('08_latent_inspector',"
-            " run_dir)\n(stage.folder / 'z.csv').write_text('x')\n(stage.folder /"
-            " 'report.html').write_text('x')"
+            """
+from alar.study.stage import open_stage
+stage = open_stage('08_latent_inspector', run_dir)
+(stage.folder / 'z.csv').write_text('x')
+(stage.folder / 'report.html').write_text('x')
+"""
         ],
     )
     (study.root / "figures").mkdir()
