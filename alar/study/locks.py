@@ -1,7 +1,7 @@
-"""Who may work where: one run in a run folder, and one at a time on the same stage with equal
+"""Who may work where: one process per run folder, and one at a time on the same stage with equal
 inputs.
 
-The system frees a lock however its process ends.
+These are locks of the operating system, which frees them however their process ends.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ ORPHAN = 3.0  # seconds in which a process whose parent was killed has noticed i
 
 
 @contextlib.contextmanager
-def run_folder(run_dir: Path) -> Iterator[None]:
-    """Refuse a second run in the same folder."""
+def whole_run(run_dir: Path) -> Iterator[None]:
+    """Be the only process in this run folder. Raises RunError if another is at work there."""
     home = run_dir / LOCKS
     home.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(home / RUN)
@@ -42,9 +42,11 @@ def run_folder(run_dir: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def sole(home: Path, work: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Only one run below `home` does this work (`receipts.work_of`) at a time; the others wait, and
-    then find it finished."""
+def same_work(home: Path, work: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Only one run below `home` does this work (`receipts.work_of`) at a time.
+
+    The others wait, and then find it finished.
+    """
     path = home / LOCKS / work
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(path)

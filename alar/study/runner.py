@@ -55,7 +55,7 @@ def run_study(
         with contextlib.ExitStack() as held:
             alone = [run for run in runs if run.gathers or at_once == 1]
             for run in alone:
-                held.enter_context(locks.run_folder(run.run_dir))
+                held.enter_context(locks.whole_run(run.run_dir))
             for run in alone:
                 _Runner(run, command, root, terminal).run()
         if command.publish:
@@ -124,7 +124,7 @@ def _run_in_process(
     """One of several run folders, in its own process."""
 
     def work() -> int:
-        with locks.run_folder(run.run_dir):
+        with locks.whole_run(run.run_dir):
             _Runner(run, command, root, terminal, threads).run()
         return 0
 
@@ -167,7 +167,7 @@ class _Runner:
         with contextlib.ExitStack() as held:
             if not self.force:
                 work = receipts.work_of(folder, parts)
-                held.enter_context(locks.sole(self.home, work, self.terminal.say))
+                held.enter_context(locks.same_work(self.home, work, self.terminal.say))
                 if taken := self._take_over(notebook, parts):
                     other, receipt = taken
                     self._note(stem, receipt)

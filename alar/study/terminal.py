@@ -1,5 +1,5 @@
-"""What a run shows: stage k of n, the running cell, bars with the time left, and the summary at the
-end.
+"""What a run shows: stage k of n, the running cell, bars with the time left, and at the end the
+summary.
 
 In a terminal the current state is redrawn in place; in a log file a line appears when something
 begins or ends and at most every 30 seconds in between.
