@@ -122,7 +122,7 @@ def file_names(folder: Path) -> list[str]:
 
 def file_hash(path: Path) -> str:
     """SHA-256 of a file's bytes; read again only if size, time of change or inode differ."""
-    stat = path.stat()
+    stat = path.stat()  # a folder of checkpoints has gigabytes: hash each once in a process
     return _file_hash(path, stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
 

@@ -248,7 +248,7 @@ def content(folder):
 def test_shards_hold_whole_conversations_and_every_request_once(toolmind):
     everything = shard_requests(toolmind, ALL)
     shards = [Shard(n, 3) for n in (1, 2, 3)]
-    parts = [requests(toolmind, ALL, shard).rows for shard in shards]
+    parts = [shard_requests(toolmind, ALL, shard).rows for shard in shards]
     assert sorted(row.id for part in parts for row in part) == [row.id for row in everything.rows]
     of_group = [{row.group for row in part} for part in parts]
     assert all(of_group) and sum(map(len, of_group)) == len(set.union(*of_group)), (
@@ -471,7 +471,7 @@ def test_what_cannot_be_a_trace_is_dropped_and_counted_with_its_reason(
         codec,
         toolmind,
         tmp_path / "narrow",
-        plan=Plan(context=500, max_new_tokens=100, part=99),
+        plan=Plan(context=500, max_new_tokens=100, chunk=99),
     )
     assert {r["reason"] for r in read_jsonl(only_chunk(narrow))} == {
         "the prompt is longer than the model's context"
@@ -519,7 +519,7 @@ def test_reasoning_is_found_wherever_servers_put_it(server, codec, toolmind, tmp
 def test_whole_episodes_get_the_recorded_responses_or_end_with_the_reason(
     server, codec, toolmind, tmp_path
 ):
-    plan = Plan(whole=True, max_new_tokens=256, context=4096, part=99)
+    plan = Plan(whole=True, max_new_tokens=256, context=4096, chunk=99)
 
     def impatient(city, message):
         """Another day for some; for others the second call of the first turn in its own turn."""
@@ -609,7 +609,7 @@ def test_a_server_that_limits_the_rate_is_waited_for(server, codec, toolmind, tm
     assert not any(
         record["reason"] for path in place.glob("chunk-*") for record in read_jsonl(path)
     )
-    assert len(server.seen) == 4 + len(requests(toolmind, PLAN).rows)
+    assert len(server.seen) == 4 + len(shard_requests(toolmind, PLAN).rows)
 
 
 def test_no_more_requests_are_under_way_than_allowed(server, codec, toolmind, tmp_path):

@@ -61,6 +61,7 @@ def evaluate_bfcl(
             f"categories: {', '.join(sorted(foreign))} cannot be asked here; the checker can judge"
             " their answers"
         )
+    # The batch size changes no more than the rounding, so it is no ingredient.
     settings = {
         "checkpoint": checkpoint_content(checkpoint),
         "mode": mode,

@@ -78,7 +78,7 @@ def execute(
         try:
             while thread.is_alive():
                 thread.join(TICK)
-                while seen < work.started_cells:
+                while seen < work.started_cells:  # counted by the other thread
                     seen += 1
                     on_cell(seen, total)
                 for row in next(rows):
@@ -100,7 +100,7 @@ def kernel_environment(root: Path, threads: int, channel: Path) -> dict[str, str
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONHASHSEED": "0",
+        "PYTHONHASHSEED": "0",  # sets have the same order in every run
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
         "OPENBLAS_NUM_THREADS": count,
@@ -154,6 +154,7 @@ class _Papermill:
         from jupyter_client.kernelspec import KernelSpec
         from jupyter_client.manager import AsyncKernelManager
 
+        # Frozen modules make the debugger of ipykernel print a warning into every notebook.
         argv = [sys.executable, "-Xfrozen_modules=off", "-m", "ipykernel_launcher"]
         argv += ["--log-level=ERROR", "-f", "{connection_file}"]
         spec = KernelSpec(

@@ -85,6 +85,7 @@ def work_of(folder: Path, parts: dict[str, Any]) -> str:
         receipt = read_note(other / RECEIPT) if other.name < folder.name else None
         if receipt:
             earlier.append(receipt["outputs"])
+    # Inputs are not known yet, but they are outputs of earlier stages.
     return f"{folder.name}-{digest([parts, earlier])[:16]}"
 
 
@@ -108,7 +109,7 @@ def take_over(folder: Path, other: Path, parts: dict[str, Any]) -> dict[str, Any
     """Make `folder` a copy of the finished stage `other`; returns its receipt, which is written
     last, or None where the other run began that stage anew meanwhile."""
     begin(folder, parts, fresh=True)
-    receipt = read_note(other / RECEIPT)
+    receipt = read_note(other / RECEIPT)  # before copying: the other run may delete it meanwhile
     try:
         leave_out = shutil.ignore_patterns(RECEIPT)
         shutil.copytree(other, folder, dirs_exist_ok=True, ignore=leave_out)
@@ -126,7 +127,7 @@ def begin(folder: Path, parts: dict[str, Any], *, fresh: bool = False) -> bool:
     """Prepare `folder` for running the stage; True if it goes on from a state that it saved under
     the same conditions."""
     mark = read_note(folder / UNFINISHED)
-    saved = any((folder / RESUME).glob("[!.]*"))
+    saved = any((folder / RESUME).glob("[!.]*"))  # hidden files are half-written ones
     same = mark is not None and mark["fingerprint"] == parts
     if saved and same and not fresh and not changed_input(folder.parent, read_inputs(folder)):
         return True

@@ -158,6 +158,7 @@ class _Runner:
         folder = self.folder / stem
         parts = receipts.fingerprint(self.experiment, notebook, self.domain, self.root / "alar")
         reason = "forced" if self.force else receipts.reason_to_run(folder, parts)
+        # Readers and `--publish` want the executed notebook too, which lies outside the folder.
         if not reason and not self._executed(notebook).exists():
             reason = "its executed notebook is missing"
         if not reason:
@@ -166,6 +167,8 @@ class _Runner:
             return seconds, True
         with contextlib.ExitStack() as held:
             if not self.force:
+                # Variants that begin alike reach a stage at the same time: one of them computes it
+                # and the others wait here, then take it over.
                 work = receipts.work_of(folder, parts)
                 held.enter_context(locks.same_work(self.home, work, self.terminal.say))
                 if taken := self._take_over(notebook, parts):

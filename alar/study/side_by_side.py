@@ -72,6 +72,7 @@ class _Watch:
 
     def do(self, name: str, work: Work) -> int:
         """In a thread: run the work in a process until it ends, and show what it sends."""
+        # Not "fork": this process has threads, and torch may be loaded.
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_obey, args=(work, theirs, self.live), name=name)
