@@ -148,6 +148,8 @@ def finish(folder: Path, parts: dict[str, Any], seconds: float) -> dict[str, Any
     """Mark the stage as finished: hash its outputs, drop what it kept for resuming, write the
     receipt. Returns the receipt."""
     remove(folder / RESUME)
+    for leftover in folder.glob(".*.tmp"):  # half-written, by a process that was killed
+        remove(leftover)
     outputs = {}
     for name in file_names(folder):
         path = folder / name
