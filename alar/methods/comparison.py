@@ -231,7 +231,7 @@ class MethodComparison:
         return pd.concat(found, ignore_index=True)
 
     def table(self, *, resamples: int = 10_000, seed: int = 0) -> pd.DataFrame:
-        """`tables.METHODS`: one row per method. Raises TableError where the base is not measured."""
+        """`tables.METHODS`: one row per method. Raises TableError if the base is not measured."""
         notes, answers = self.measured(), self.answers()
         if BASE not in set(answers["system"]):
             raise tables.TableError(
