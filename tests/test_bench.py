@@ -14,10 +14,10 @@ from alar.model import load_base
 from alar.rollout import loop
 from alar.rollout.engine import Sampling, TurnRequest
 from alar.rollout.hf import HFEngine
-from alar.study import bench, cache, params
+from alar.study import bench, params, receipts
 from alar.study.bench.cases import BENCH_WORLD
 from alar.study.bench.memory import peak_memory
-from alar.study.runner import Request, plan
+from alar.study.selection import Command, run_folders
 
 CPU = torch.device("cpu")
 SIZES = dict(batch_size=3, length=40, blocks=2)
@@ -284,12 +284,12 @@ def test_bad_requests_are_refused(call, message):
 
 def test_the_study_leaves_the_benchmarks_out_until_they_are_asked_for(repository):
     def chosen(file="laptop", **request):
-        jobs = plan(
-            Request(repository / "params" / f"{file}.yaml", **request),
+        runs = run_folders(
+            Command(repository / "params" / f"{file}.yaml", **request),
             repository,
             repository / "notebooks",
         )
-        return [[notebook.name[:2] for notebook in job.notebooks] for job in jobs]
+        return [[notebook.name[:2] for notebook in run.notebooks] for run in runs]
 
     assert not {"09", "10"} & {*chosen()[0], *chosen(start="05")[0]}
     assert chosen(only=("09",)) == chosen(start="09") == [["09"]]
@@ -300,7 +300,7 @@ def test_the_study_leaves_the_benchmarks_out_until_they_are_asked_for(repository
 def test_the_threads_of_a_timing_belong_to_its_result(repository):
     def parts(stem, *overrides):
         experiment = params.load(repository / "params" / "laptop.yaml", overrides)
-        return cache.fingerprint(
+        return receipts.fingerprint(
             experiment, repository / "notebooks" / f"{stem}.ipynb", "search", repository / "alar"
         )
 

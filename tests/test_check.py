@@ -17,8 +17,8 @@ from alar.model import load_base
 from alar.study import check, params
 from alar.study.check import data, machine, memory, sizes
 from alar.study.params.sections import Experiment
-from alar.study.runner import Request
 from alar.train.supervised import mark_trainable
+from alar.study.selection import Command
 
 GIB = 2**30
 
@@ -120,8 +120,8 @@ def examined(repository, tmp_path, monkeypatch):
             path = tmp_path / "own.yaml"
             path.write_text(source)
         lines = []
-        request = Request(params=path, overrides=overrides, only=only, run_dir=tmp_path / "run")
-        code = check.main(request, root=repository, say=lines.append)
+        command = Command(params=path, overrides=overrides, only=only, run_dir=tmp_path / "run")
+        code = check.main(command, root=repository, say=lines.append)
         return code, lines
 
     return run

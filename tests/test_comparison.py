@@ -1,4 +1,4 @@
-"""The comparison: rows that agree with the statistics, pairs by question, nothing measured twice."""
+"""The comparison: rows agree with the statistics, are paired by question, and are measured once."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,13 @@ from alar.domains.search.questions import test_questions as split_questions
 from alar.evaluate import statistics, tables
 from alar.files import write_json
 from alar.methods import comparison
-from alar.methods.comparison import Comparison, Method, opened, readable, study_methods
+from alar.methods.comparison import (
+    Method,
+    MethodComparison,
+    open_comparison,
+    readable_methods,
+    study_methods,
+)
 from alar.model import save
 from alar.study.stage import open_stage
 
@@ -40,7 +46,7 @@ ENVIRONMENT = SearchEnvironment()  # its index of the real world is built once
 
 def compare(folder, n=8, environment=ENVIRONMENT, **changes):
     limits = {"max_new_tokens": 12, "max_turns": 2, "batch_size": 32} | changes
-    return Comparison(folder, environment, split_questions(n), **limits)
+    return MethodComparison(folder, environment, split_questions(n), **limits)
 
 
 def test_a_row_holds_what_the_statistics_say_of_its_answers(checkpoint, measured, tmp_path):
@@ -90,7 +96,7 @@ def test_a_row_holds_what_the_statistics_say_of_its_answers(checkpoint, measured
         70.0,
         "measured",
     )
-    assert readable(table).loc[("short", "ratio 0.5"), "n"] == 8
+    assert readable_methods(table).loc[("short", "ratio 0.5"), "n"] == 8
 
 
 def test_a_method_is_measured_again_only_when_an_answer_could_differ(
@@ -99,8 +105,8 @@ def test_a_method_is_measured_again_only_when_an_answer_could_differ(
     one = Method("base", checkpoint)
     compare(tmp_path).measure(one)
     path = compare(tmp_path).measure(Method("base", checkpoint, training_seconds=9.0))
-    assert len(measured) == 1 and compare(tmp_path).records()[0]["training_seconds"] == 9.0
-    path.unlink()  # killed before the record was written
+    assert len(measured) == 1 and compare(tmp_path).measured()[0]["training_seconds"] == 9.0
+    path.unlink()  # lost
     compare(tmp_path).measure(one)
     compare(tmp_path, n=9).measure(one)
     compare(tmp_path, n=9, max_turns=1).measure(one)
@@ -116,9 +122,7 @@ def test_a_method_is_measured_again_only_when_an_answer_could_differ(
     assert len(measured) == 6
     now.measure(Method("base", tmp_path / "other"))
     assert len(measured) == 6
-    monkeypatch.setattr(
-        comparison.stages, "closure", lambda *_: {"alar.evaluate.systems": "edited"}
-    )
+    monkeypatch.setattr(comparison, "closure", lambda _: {"alar.evaluate.systems": "edited"})
     compare(tmp_path, **fewer).measure(Method("base", tmp_path / "other"))
     assert len(measured) == 7
 
@@ -167,7 +171,7 @@ def test_a_notebook_is_set_beside_the_study_only_where_base_and_questions_are_th
     limits = dict(max_new_tokens=8, max_turns=1, batch_size=2)
 
     def found(base, **options):
-        comparison, peers = opened(
+        comparison, peers = open_comparison(
             stage, base, ENVIRONMENT, split_questions(2), **options, **limits
         )
         return comparison.folder.parent, comparison.domain, [method.name for method in peers]

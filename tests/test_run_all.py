@@ -230,7 +230,7 @@ def test_the_command_line_reaches_the_runner(run_all, monkeypatch, tmp_path):
 
     seen = {}
     monkeypatch.setattr(
-        runner, "main", lambda request, **kwargs: seen.update(request=request, **kwargs) or 0
+        runner, "run_study", lambda command, **kwargs: seen.update(command=command, **kwargs) or 0
     )
     monkeypatch.setattr(run_all, "environment", lambda **_: None)
     monkeypatch.chdir(tmp_path)
@@ -259,7 +259,7 @@ def test_the_command_line_reaches_the_runner(run_all, monkeypatch, tmp_path):
         ]
     )
     assert code == 0
-    assert seen["request"] == runner.Request(
+    assert seen["command"] == runner.Command(
         params=Path("p.yaml"),
         overrides=("rl.steps=2", "rl.alpha=0.1"),
         domains=("search",),
@@ -279,15 +279,15 @@ def test_check_goes_to_the_check_offline(run_all, monkeypatch, tmp_path):
     seen = {}
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(
-        check, "main", lambda request, root: seen.update(request=request, root=root) or 2
+        check, "main", lambda command, root: seen.update(command=command, root=root) or 2
     )
     monkeypatch.setattr(
-        runner, "main", lambda *_, **__: pytest.fail("a check must not run anything")
+        runner, "run_study", lambda *_, **__: pytest.fail("a check must not run anything")
     )
     monkeypatch.setattr(run_all, "environment", lambda **_: None)
     assert run_all.main(["--params", "p.yaml", "--check", "--set", "rl.steps=2"]) == 2
     assert seen == {
-        "request": runner.Request(params=Path("p.yaml"), overrides=("rl.steps=2",)),
+        "command": runner.Command(params=Path("p.yaml"), overrides=("rl.steps=2",)),
         "root": tmp_path,
     }
     assert run_all.os.environ["HF_HUB_OFFLINE"] == "1"

@@ -21,12 +21,13 @@ import pytest
 import yaml
 from rich.console import Console
 
-from alar import files
-from alar.study import cache, provenance, side_by_side
+from alar import files, store
+from alar.study import provenance, receipts, side_by_side
 from alar.study.execution import all_cores
 from alar.study.params.sections import Experiment, defaults
-from alar.study.runner import Request, main
-from alar.study.stage import FINISHED, INPUTS, RunError, Stage, open_stage, resolve
+from alar.study.runner import run_study
+from alar.study.selection import Command
+from alar.study.stage import INPUTS, RunError, Stage, in_repository, open_stage
 from alar.study.terminal import Terminal, bar_line, duration
 
 EPOCHS = defaults()["aasd"]["epochs"]
@@ -35,44 +36,51 @@ ROOT = Path(__file__).resolve().parent.parent
 PARAMETERS = "run_dir = 'runs/by-hand/search'\ndomain = 'search'\nseed = 0\nreport_to = 'none'\n"
 
 MODEL = [
-    (
-        "from alar import runs\nfrom alar.domains.search.words import WORD\nstage ="
-        " open_stage('01_latent_model', run_dir)"
-    ),
+    """
+from alar.study.stage import open_stage
+from alar.domains.search.words import WORD
+stage = open_stage('01_latent_model', run_dir)
+""",
     "(stage.folder / 'model.txt').write_text(f'{WORD} {num_latent} {seed}')",
 ]
 AASD = [
-    (
-        "from alar import runs\nstage = open_stage('03_aasd', run_dir, report_to=report_to)\n"
-        "model = stage.input('01_latent_model', 'model.txt').read_text()"
-    ),
-    (
-        "for step in progress(range(3), 'AASD'):\n    stage.log({'step': step, 'loss': 1 / (step +"
-        " 1)}, file='loss.jsonl')"
-    ),
-    (
-        "(stage.folder / 'checkpoint').mkdir()\n(stage.folder / 'checkpoint' /"
-        " 'w.txt').write_text(f'{model} {epochs}')"
-    ),
+    """
+from alar.study.stage import open_stage, progress
+stage = open_stage('03_aasd', run_dir, report_to=report_to)
+model = stage.input('01_latent_model', 'model.txt').read_text()
+""",
+    """
+for step in progress(range(3), 'AASD'):
+    stage.log({'step': step, 'loss': 1 / (step + 1)}, file='loss.jsonl')
+""",
+    """
+(stage.folder / 'checkpoint').mkdir()
+(stage.folder / 'checkpoint' / 'w.txt').write_text(f'{model} {epochs}')
+""",
 ]
 RL = [
-    (
-        "import json, time\nfrom alar import jsonl, runs\nstage = open_stage('05_ar_grpo',"
-        " run_dir)\ntotal = int((stage.input('03_aasd', 'checkpoint') /"
-        " 'w.txt').read_text().split()[1])"
-    ),
-    (
-        "state = stage.resume_from()\nstart = 0\nif state:\n    folder, start = state\n    total ="
-        " json.loads((folder / 'total.json').read_text())\njsonl.rewind_jsonl(stage.folder /"
-        " 'metrics.jsonl', keep=lambda row: row['step'] <= start)\n(stage.run_dir /"
-        " 'starts.txt').open('a').write(f'{start}\\n')"
-    ),
-    (
-        "for step in range(start + 1, steps + 1):\n    total = total * 31 % 1009\n   "
-        " time.sleep(0.05)\n    stage.log({'step': step, 'total': total})\n   "
-        " stage.save_resume(lambda folder: (folder / 'total.json').write_text(json.dumps(total)),"
-        " step)"
-    ),
+    """
+import json, time
+from alar.files import rewind_jsonl, write_json
+from alar.study.stage import open_stage
+stage = open_stage('05_ar_grpo', run_dir)
+total = int((stage.input('03_aasd', 'checkpoint') / 'w.txt').read_text().split()[1])
+""",
+    """
+state = stage.folder / 'resume' / 'state.json'
+start = 0
+if state.exists():
+    start, total = json.loads(state.read_text())
+rewind_jsonl(stage.folder / 'metrics.jsonl', keep=lambda row: row['step'] <= start)
+(stage.run_dir / 'starts.txt').open('a').write(f'{start}\\n')
+""",
+    """
+for step in range(start + 1, steps + 1):
+    total = total * 31 % 1009
+    time.sleep(0.05)
+    stage.log({'step': step, 'total': total})
+    write_json(state, [step, total])
+""",
     "(stage.folder / 'result.txt').write_text(str(total))",
 ]
 
@@ -84,16 +92,16 @@ class Study:
         self.root, self.write_notebook = root, write_notebook
         self.run_dir = root / "runs" / "tiny" / "search"
         package = root / "alar"
-        (package / "search").mkdir(parents=True)
-        (package / "runs").mkdir()
-        for name in ("runs/__init__.py", "jsonl.py"):
+        for room in ("", "study", "domains", "domains/search"):
+            (package / room).mkdir(parents=True)
+            (package / room / "__init__.py").write_text("")
+        for name in ("files.py", "store.py", "study/stage.py"):
             shutil.copy(ROOT / "alar" / name, package / name)
-        (package / "__init__.py").write_text("")
-        (package / "search" / "__init__.py").write_text("")
-        (package / "search" / "words.py").write_text(
+        self.search = package / "domains" / "search"
+        (self.search / "words.py").write_text(
             "from alar.domains.search.letters import LETTER\nWORD = LETTER * 3\n"
         )
-        (package / "search" / "letters.py").write_text("LETTER = 'a'\n")
+        (self.search / "letters.py").write_text("LETTER = 'a'\n")
         (package / "unused.py").write_text("X = 1\n")
         (root / "run_all.py").write_text("")
         self.notebook("01_latent_model", "num_latent = 4", MODEL)
@@ -112,8 +120,8 @@ class Study:
         """(exit code, what the terminal showed)"""
         shown = io.StringIO()
         request = {"domains": ("search",)} | request  # one domain is enough here
-        code = main(
-            Request(self.root / "p.yaml", overrides=overrides, **request),
+        code = run_study(
+            Command(self.root / "p.yaml", overrides=overrides, **request),
             root=self.root,
             list_only=list_only,
             terminal=Terminal(Console(file=shown, width=200)),
@@ -135,7 +143,7 @@ class Study:
         return {
             p.relative_to(self.run_dir).as_posix(): p.read_text()
             for p in sorted(self.run_dir.glob("[0-9]*/**/*"))
-            if p.is_file() and not p.name.startswith(".") and p.name != FINISHED
+            if p.is_file() and not p.name.startswith(".") and p.name != store.RECEIPT
         }
 
 
@@ -167,10 +175,10 @@ def test_a_finished_stage_runs_again_only_when_what_it_depends_on_changes(study,
     assert study.ran("aasd.epochs=2.0") == ["03_aasd"]
     # A module imported by an imported module; its consumer follows because the input's content
     # changed.
-    (study.root / "alar" / "search" / "letters.py").write_text("LETTER = 'b'\n")
+    (study.search / "letters.py").write_text("LETTER = 'b'\n")
     assert study.ran("aasd.epochs=2.0") == both
     # Code that changes but computes the same: the consumer keeps its result.
-    (study.root / "alar" / "search" / "letters.py").write_text("LETTER = chr(98)\n")
+    (study.search / "letters.py").write_text("LETTER = chr(98)\n")
     assert study.ran("aasd.epochs=2.0") == ["01_latent_model"]
     # Altered and missing outputs.
     (study.run_dir / "01_latent_model" / "model.txt").write_text("zzz 9 9")
@@ -190,9 +198,13 @@ def test_a_run_leaves_flat_parameters_provenance_and_a_summary(study):
         "06_benchmark_eval",
         "",
         [
-            "import shutil\nfrom alar import runs\nstage = open_stage('06_benchmark_eval',"
-            f" run_dir)\nstage.input('03_aasd', 'checkpoint')\nshutil.copy({str(results)!r},"
-            " stage.folder)"
+            f"""
+import shutil
+from alar.study.stage import open_stage
+stage = open_stage('06_benchmark_eval', run_dir)
+stage.input('03_aasd', 'checkpoint')
+shutil.copy({str(results)!r}, stage.folder)
+"""
         ],
     )
     code, shown = study.run()
@@ -289,9 +301,12 @@ def test_the_kernel_is_the_running_interpreter_whatever_kernels_the_user_has(
         "03_aasd",
         "threads = 0",
         [
-            "import os, sys\nfrom alar import runs\nstage = open_stage('03_aasd',"
-            " run_dir)\n(stage.folder / 'where.txt').write_text(f\"{sys.executable}"
-            " {os.environ['OMP_NUM_THREADS']}\")"
+            """
+import os, sys
+from alar.study.stage import open_stage
+stage = open_stage('03_aasd', run_dir)
+(stage.folder / 'where.txt').write_text(f"{sys.executable} {os.environ['OMP_NUM_THREADS']}")
+"""
         ],
     )
     assert study.ran("run.threads=3", only=("03",)) == ["03_aasd"]
@@ -303,10 +318,11 @@ def test_one_stage_alone_asks_for_its_inputs_only_when_it_needs_them(study):
         "06_benchmark_eval",
         "checkpoint = ''",
         [
-            (
-                "from pathlib import Path\nfrom alar import runs\nstage ="
-                " open_stage('06_benchmark_eval', run_dir)"
-            ),
+            """
+from pathlib import Path
+from alar.study.stage import open_stage
+stage = open_stage('06_benchmark_eval', run_dir)
+""",
             "folder = Path(checkpoint) if checkpoint else stage.input('03_aasd', 'checkpoint')",
             "(stage.folder / 'seen.txt').write_text((folder / 'w.txt').read_text())",
         ],
@@ -329,7 +345,10 @@ def test_one_stage_alone_asks_for_its_inputs_only_when_it_needs_them(study):
 
 
 def test_a_file_among_names_counts_by_its_content(study):
-    stage = "from alar import runs\nstage = open_stage('06_benchmark_eval', run_dir)"
+    stage = """
+from alar.study.stage import open_stage
+stage = open_stage('06_benchmark_eval', run_dir)
+"""
     study.notebook("06_benchmark_eval", "sets = ['real']", [stage])
     mine = study.root / "mine.jsonl"
     mine.write_text("a")
@@ -347,9 +366,12 @@ def test_an_input_that_appears_later_runs_the_stage_again(study):
         "07_figures",
         "",
         [
-            "from alar.study import stage\nstage = open_stage('07_figures', run_dir)\npath ="
-            " stage.input('06_benchmark_eval', 'table.csv', required=False)\n(stage.folder /"
-            " 'f.txt').write_text(str(path))"
+            """
+from alar.study.stage import open_stage
+stage = open_stage('07_figures', run_dir)
+path = stage.input('06_benchmark_eval', 'table.csv', required=False)
+(stage.folder / 'f.txt').write_text(str(path))
+"""
         ],
     )
     assert study.ran(only=("07",)) == ["07_figures"]
@@ -427,20 +449,21 @@ def test_a_twin_has_the_same_code_parameters_and_inputs_and_whole_outputs(tmp_pa
         )
         given.parent.mkdir(parents=True)
         given.write_text(source)
-        cache.begin(folder, parts)
-        files.write_json(folder / INPUTS, ["01_latent_model/model.txt"])
+        receipts.begin(folder, parts)
+        name = "01_latent_model/model.txt"
+        files.write_json(folder / INPUTS, {name: store.content(given)})
         return folder
 
     done = variant("done", "same")
     (done / "w.txt").write_text("weights")
-    cache.finish(done, parts, 1.0)
+    receipts.finish(done, parts, 1.0)
     alike, other = variant("alike", "same"), variant("other", "another")
-    assert cache.twin(alike, [other, done], parts) == done, "one that has not finished is none"
-    assert cache.twin(other, [done], parts) is None, "other inputs"
-    assert cache.twin(alike, [done], {"parameter epochs": "3"}) is None
-    assert cache.twin(done, [done], parts) is None
+    assert receipts.twin(alike, [other, done], parts) == done, "one that has not finished is none"
+    assert receipts.twin(other, [done], parts) is None, "other inputs"
+    assert receipts.twin(alike, [done], {"parameter epochs": "3"}) is None
+    assert receipts.twin(done, [done], parts) is None
     (done / "w.txt").write_text("altered")
-    assert cache.twin(alike, [done], parts) is None
+    assert receipts.twin(alike, [done], parts) is None
 
 
 def test_nothing_runs_when_a_name_is_wrong(study):
@@ -453,9 +476,11 @@ def test_nothing_runs_when_a_name_is_wrong(study):
 SCRIPT = """
 import sys
 from pathlib import Path
-from alar.study.runner import Request, main
+from alar.study.runner import run_study
+from alar.study.selection import Command
 root = Path(sys.argv[1])
-sys.exit(main(Request(root / "p.yaml", overrides=tuple(sys.argv[2:]), domains=("search",)), root=root))
+command = Command(root / "p.yaml", overrides=tuple(sys.argv[2:]), domains=("search",))
+sys.exit(run_study(command, root=root))
 """
 
 
@@ -599,9 +624,13 @@ def test_a_notebook_that_gathers_comes_after_the_variants_that_it_reads(study, t
         "17_ablations",
         "compared = []",
         [
-            "import os\nfrom pathlib import Path\nfrom alar import runs\nstage ="
-            " open_stage('17_ablations', run_dir)\nassert (stage.run_dir.parents[1] / 'one' /"
-            " 'search' / '03_aasd' / 'stage.json').exists()"
+            """
+import os
+from pathlib import Path
+from alar.study.stage import open_stage
+stage = open_stage('17_ablations', run_dir)
+assert (stage.run_dir.parents[1] / 'one' / 'search' / '03_aasd' / 'stage.json').exists()
+"""
         ],
     )
     slow = "import time\ntime.sleep(2)"
@@ -658,37 +687,68 @@ def test_runs_side_by_side_end_with_the_one_that_started_them(study, number):
     assert shown.count("01_latent_model  finished earlier") == 2
 
 
-def test_an_interrupted_stage_does_not_resume_under_other_parameters(tmp_path):
-    folder = tmp_path / "05_ar_grpo"
+def test_an_interrupted_stage_resumes_only_under_the_same_conditions(tmp_path):
+    folder, given = tmp_path / "05_ar_grpo", tmp_path / "03_aasd" / "w.txt"
     before, after = {"parameter steps": "25"}, {"parameter steps": "30"}
+    files.write_json(given, 1)
 
     def interrupted():
-        cache.begin(folder, before)
-        stage = Stage("05_ar_grpo", tmp_path, "none")
-        stage.save_resume(lambda state: (state / "x").write_text("1"), 7)
-        return stage
+        receipts.begin(folder, before)
+        Stage("05_ar_grpo", tmp_path, "none").input("03_aasd", "w.txt")
+        files.write_json(folder / "resume" / "state.json", 7)
 
-    stage = interrupted()
-    assert cache.begin(folder, before) and stage.resume_from()[1] == 7
-    assert not cache.begin(folder, after) and stage.resume_from() is None
-    stage = interrupted()
-    assert not cache.begin(folder, before, fresh=True) and stage.resume_from() is None
+    interrupted()
+    assert receipts.begin(folder, before) and (folder / "resume" / "state.json").exists()
+    assert not receipts.begin(folder, after) and not (folder / "resume").exists()
+    interrupted()
+    assert not receipts.begin(folder, before, fresh=True) and not (folder / "resume").exists()
+    interrupted()
+    files.write_json(given, 2)
+    assert not receipts.begin(folder, before), "another input"
 
 
 def test_an_interrupted_stage_is_no_input(tmp_path):
-    cache.begin(tmp_path / "02_teacher_traces", {})
+    receipts.begin(tmp_path / "02_teacher_traces", {})
     (tmp_path / "02_teacher_traces" / "traces.jsonl").write_text("{}\n")
     with pytest.raises(RunError, match="stage 02_teacher_traces was interrupted"):
         Stage("03_aasd", tmp_path, "none").input("02_teacher_traces", "traces.jsonl")
 
 
-def test_a_half_written_resume_state_is_never_taken(tmp_path):
-    stage = Stage("05_ar_grpo", tmp_path, "none")
-    stage.save_resume(lambda folder: (folder / "x").write_text("whole"), 1)
-    with pytest.raises(OSError):
-        stage.save_resume(lambda folder: (folder / "no" / "x").write_text("half"), 2)
-    folder, step = stage.resume_from()
-    assert step == 1 and (folder / "x").read_text() == "whole"
+def test_a_half_written_result_is_never_taken_for_a_whole_one(tmp_path):
+    kept = store.Store(tmp_path)
+    folder, file = store.key("model", {"step": 1}), store.key("rows.jsonl", {"step": 1})
+    with pytest.raises(OSError), kept.writing(folder) as aside:
+        aside.mkdir()
+        (aside / "x").write_text("half")
+        raise OSError
+    with pytest.raises(OSError), kept.writing(file) as aside:
+        aside.write_text("half")
+        raise OSError
+    assert kept.get(folder) is None and kept.get(file) is None and not list(tmp_path.iterdir())
+    (tmp_path / f".{folder}.{os.getpid()}.tmp").mkdir()  # of a killed process with this number
+
+    def make(path):
+        path.mkdir()
+        (path / "x").write_text("whole")
+
+    assert (kept.once(folder, make) / "x").read_text() == "whole"
+    assert kept.once(folder, None) == tmp_path / folder, "what is there is not made again"
+    assert [path.name for path in tmp_path.iterdir()] == [folder]
+
+
+def test_keys_follow_the_ingredients_and_content_follows_the_files(tmp_path):
+    assert store.key("a.jsonl", {"x": 1, "y": 2}) == store.key("a.jsonl", {"y": 2, "x": 1})
+    assert store.key("a.jsonl", {"x": 1}) != store.key("a.jsonl", {"x": 2})
+    folder = tmp_path / "checkpoint"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "w.bin").write_text("1")
+    before = store.content(folder)
+    for note in ("stage.json", ".inputs.json", "resume"):
+        (folder / note).write_text("notes of a stage are no content")
+    assert store.content(folder) == before
+    (folder / "deep" / "w.bin").write_text("22")
+    assert store.content(folder) != before
+    assert store.content(shutil.copytree(folder, tmp_path / "copy")) == store.content(folder)
 
 
 def test_modules_count_however_they_are_imported(tmp_path):
@@ -709,7 +769,7 @@ def test_modules_count_however_they_are_imported(tmp_path):
     }.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(text)
-    found = cache.closure({"alar", "alar.a", "torch", "alar.a.some_function"}, package)
+    found = store.closure({"alar", "alar.a", "torch", "alar.a.some_function"}, package)
     assert set(found) == {
         "alar",
         "alar.a",
@@ -789,7 +849,7 @@ def test_relative_run_folders_belong_to_the_repository(tmp_path, monkeypatch):
     (tmp_path / "alar").mkdir()
     (tmp_path / "run_all.py").touch()
     monkeypatch.chdir(tmp_path / "notebooks")
-    assert resolve("runs/by-hand/search") == tmp_path / "runs" / "by-hand" / "search"
+    assert in_repository("runs/by-hand/search") == tmp_path / "runs" / "by-hand" / "search"
 
 
 def test_publishing_writes_figures_and_small_pages(study, tmp_path):
@@ -797,24 +857,30 @@ def test_publishing_writes_figures_and_small_pages(study, tmp_path):
         "07_figures",
         "",
         [
-            (
-                "from alar.study import stage\nstage = open_stage('07_figures', run_dir)\nfor name"
-                " in ('a.png', 'a.svg', 'a.csv', 'note.txt'):\n    (stage.folder /"
-                " name).write_text('x')"
-            ),
-            (
-                "import matplotlib.pyplot as plt\nprint(stage.folder)\nplt.figure(figsize=(20, 5),"
-                " dpi=100)\nplt.plot([1, 2]);"
-            ),
+            """
+from alar.study.stage import open_stage
+stage = open_stage('07_figures', run_dir)
+for name in ('a.png', 'a.svg', 'a.csv', 'note.txt'):
+    (stage.folder / name).write_text('x')
+""",
+            """
+import matplotlib.pyplot as plt
+print(stage.folder)
+plt.figure(figsize=(20, 5), dpi=100)
+plt.plot([1, 2]);
+""",
         ],
     )
     study.notebook(
         "08_latent_inspector",
         "",
         [
-            "from alar.study import stage\nstage = open_stage('08_latent_inspector',"
-            " run_dir)\n(stage.folder / 'z.csv').write_text('x')\n(stage.folder /"
-            " 'report.html').write_text('x')"
+            """
+from alar.study.stage import open_stage
+stage = open_stage('08_latent_inspector', run_dir)
+(stage.folder / 'z.csv').write_text('x')
+(stage.folder / 'report.html').write_text('x')
+"""
         ],
     )
     (study.root / "figures").mkdir()
@@ -906,7 +972,8 @@ import time
 def counts(terminal):
     terminal.stage_starts(1, 2, "03_aasd", "not run yet")
     terminal.cell(4, 9)
-    terminal.bar({"bar": "steps", "done": 5, "total": 10, "started": time.time() - 10, "note": "", "closed": False})
+    row = {"bar": "steps", "done": 5, "total": 10, "note": "", "closed": False}
+    terminal.bar(row | {"started": time.time() - 10})
     for _ in range(10):
         terminal.tick()
         time.sleep(0.05)
@@ -921,7 +988,7 @@ def test_a_terminal_shows_what_each_of_two_parts_is_doing(tmp_path, monkeypatch)
     counts = importlib.import_module("part_of_a_test").counts
     shown = io.StringIO()
     terminal = Terminal(Console(file=shown, width=150, force_terminal=True))
-    assert side_by_side.run({"search": counts, "tool": counts}, 2, terminal) == {
+    assert side_by_side.run_beside({"search": counts, "tool": counts}, 2, terminal) == {
         "search": 0,
         "tool": 0,
     }

@@ -24,7 +24,7 @@ from alar.records import Origin, read_trajectories
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Sampling, TurnRequest
 from alar.rollout.hf import HFEngine
-from alar.study.teacher import Plan, Shard, requests, sample
+from alar.study.teacher import Plan, Shard, sample_shard, shard_requests
 from alar.study.teacher.__main__ import main
 from alar.study.teacher.merging import merge
 from alar.train.examples import aasd_examples, warmup_examples
@@ -225,15 +225,20 @@ def engine(server, codec, concurrent=4, **options):
     return EndpointEngine(endpoint, codec, tool_chat, concurrent=concurrent)
 
 
-PLAN = Plan(temperature=0.7, max_new_tokens=256, context=4096, part=8, questions=20)
+PLAN = Plan(temperature=0.7, max_new_tokens=256, context=4096, chunk=8, questions=20)
 ALL = Plan(max_new_tokens=256, context=4096)
 
 
 def sampled(server, codec, source, folder, plan=PLAN, shard=Shard(), **options):
     with engine(server, codec, **options) as opened:
-        return sample(
+        return sample_shard(
             opened, source, folder, plan, teacher={"model": "teacher"}, shard=shard, batch_size=8
         )
+
+
+def only_chunk(place):
+    (path,) = place.glob("chunk-*.jsonl")
+    return path
 
 
 def content(folder):
@@ -241,22 +246,26 @@ def content(folder):
 
 
 def test_shards_hold_whole_conversations_and_every_request_once(toolmind):
-    everything = requests(toolmind, ALL)
+    everything = shard_requests(toolmind, ALL)
     shards = [Shard(n, 3) for n in (1, 2, 3)]
-    parts = [requests(toolmind, ALL, shard).rows for shard in shards]
+    parts = [shard_requests(toolmind, ALL, shard).rows for shard in shards]
     assert sorted(row.id for part in parts for row in part) == [row.id for row in everything.rows]
     of_group = [{row.group for row in part} for part in parts]
     assert all(of_group) and sum(map(len, of_group)) == len(set.union(*of_group)), (
         "no conversation is in two shards"
     )
     splits = {
-        split: {row.group for row in requests(toolmind, Plan(split=split)).rows}
+        split: {row.group for row in shard_requests(toolmind, Plan(split=split)).rows}
         for split in ("train", "validation", "test")
     }
     assert sum(map(len, splits.values())) == len(CITIES) and not splits["train"] & (
         splits["validation"] | splits["test"]
     )
-    few = [row.id for shard in shards for row in requests(toolmind, Plan(questions=7), shard).rows]
+    few = [
+        row.id
+        for shard in shards
+        for row in shard_requests(toolmind, Plan(questions=7), shard).rows
+    ]
     assert sorted(few) == [row.id for row in everything.rows][:7], "a limit is shared by all shards"
     assert everything.skipped["no calls"] == 1
 
@@ -274,7 +283,7 @@ def test_a_servers_rollouts_become_traces_that_later_stages_learn_from(
             key="secret",
             extra={"seed": None, "top_k": 20},
         )
-    rows = {row.id: row for row in requests(toolmind, PLAN).rows}
+    rows = {row.id: row for row in shard_requests(toolmind, PLAN).rows}
     summary = merge([tmp_path], tmp_path / "out" / "traces.jsonl")
     traces = read_trajectories(tmp_path / "out" / "traces.jsonl")
     assert summary["kept"] == summary["questions"] == len(traces) == len(rows) == len(server.seen)
@@ -329,7 +338,7 @@ def test_a_servers_rollouts_become_traces_that_later_stages_learn_from(
 def test_every_recorded_response_stands_in_the_prompt(toolmind, codec):
     counts = Counter(
         codec.text(codec.encode(TOOL.prompt(row.request.question(row.id)))).count("<tool_response>")
-        for row in requests(toolmind, ALL).rows
+        for row in shard_requests(toolmind, ALL).rows
     )
     assert set(counts) == {0, 2, 3}, "after no calls, two parallel ones, and a third"
 
@@ -340,30 +349,30 @@ def test_an_interrupted_shard_goes_on_to_the_same_results(server, codec, toolmin
     with pytest.raises(EndpointError, match="out of lives"):
         sampled(server, codec, toolmind, tmp_path / "cut")
     place = tmp_path / "cut" / Shard().folder
-    assert [path.name for path in sorted(place.iterdir())] == [
-        "part-00000000.jsonl",
-        "settings.json",
-    ]
-    with pytest.raises(ValueError, match="shard 1/1 is not finished"):
+    assert [path.name[:14] for path in place.iterdir()] == ["chunk-00000000"]
+    with pytest.raises(ValueError, match="shard is not finished"):
         merge([place], tmp_path / "traces.jsonl")
     server.lives, server.seen = 10**9, []
     sampled(server, codec, toolmind, tmp_path / "cut")
-    assert content(place) == content(whole) and len(server.seen) == asked - PLAN.part
+    assert content(place) == content(whole) and len(server.seen) == asked - PLAN.chunk
     server.seen = []
     sampled(server, codec, toolmind, tmp_path / "cut")
     assert not server.seen, "nothing is asked twice"
-    part = place / "part-00000008.jsonl"
-    part.write_bytes(part.read_bytes()[:-40])
-    with pytest.raises(TruncatedFile, match="cut off"):
-        sampled(server, codec, toolmind, tmp_path / "cut")
+    chunk = next(place.glob("chunk-00000008-*"))
+    chunk.write_bytes(chunk.read_bytes()[:-40])
     with pytest.raises(TruncatedFile, match="cut off"):
         merge([tmp_path / "cut"], tmp_path / "traces.jsonl")
     assert not (tmp_path / "traces.jsonl").exists()
-    part.write_bytes((place / "part-00000000.jsonl").read_bytes())
-    with pytest.raises(ValueError, match="holds other requests"):
-        sampled(server, codec, toolmind, tmp_path / "cut")
-    with pytest.raises(ValueError, match="other settings, {'temperature'"):
-        sampled(server, codec, toolmind, tmp_path / "cut", plan=replace(PLAN, temperature=0.8))
+
+
+def test_rollouts_of_other_settings_are_never_mixed_in(server, codec, toolmind, tmp_path):
+    place = sampled(server, codec, toolmind, tmp_path / "one")
+    before = merge([place], tmp_path / "before.jsonl")
+    sampled(server, codec, toolmind, tmp_path / "one", plan=replace(PLAN, temperature=0.8))
+    assert merge([place], tmp_path / "after.jsonl")["settings"]["temperature"] == 0.8
+    server.seen = []
+    sampled(server, codec, toolmind, tmp_path / "one")
+    assert not server.seen and merge([place], tmp_path / "again.jsonl") == before
 
 
 def test_shards_that_do_not_belong_together_are_not_merged(server, codec, toolmind, tmp_path):
@@ -379,18 +388,23 @@ def test_shards_that_do_not_belong_together_are_not_merged(server, codec, toolmi
     copied = shutil.copytree(shards[0], tmp_path / "copied" / "shard-0002-of-0003")
     with pytest.raises(ValueError, match="shard 1/3 is there twice"):
         merge([shards[0], copied, shards[2]], output)
-    settings = json.loads((copied / "settings.json").read_text())
-    (copied / "settings.json").write_text(json.dumps(settings | {"shard": "2/3"}))
+    receipt = json.loads((copied / "shard.json").read_text())
+
+    def claim(**settings):
+        changed = receipt | {"settings": receipt["settings"] | settings}
+        (copied / "shard.json").write_text(json.dumps(changed))
+
+    claim(shard="2/3")
     with pytest.raises(ValueError, match="is in .* too"):
         merge([shards[0], copied, shards[2]], output)
-    (copied / "settings.json").write_text(json.dumps(settings | {"shard": "2/3", "seed": 9}))
-    with pytest.raises(ValueError, match=r"other settings than .*'seed': \(0, 9\)"):
+    claim(shard="2/3", seed=9)
+    with pytest.raises(ValueError, match="other settings than .*seed"):
         merge([shards[0], copied, shards[2]], output)
-    (copied / "settings.json").write_text(json.dumps(settings | {"shard": "2/4"}))
+    claim(shard="2/4")
     with pytest.raises(ValueError, match="other settings than .*shards"):
         merge([shards[0], copied, shards[2]], output)
-    next(shards[1].glob("part-*")).unlink()
-    with pytest.raises(ValueError, match="parts are missing"):
+    next(shards[1].glob("chunk-*")).unlink()
+    with pytest.raises(ValueError, match="chunk is missing"):
         merge([tmp_path / "all"], output)
     with pytest.raises(ValueError, match="no shards here"):
         merge([tmp_path / "nothing"], output)
@@ -432,9 +446,9 @@ def test_what_cannot_be_a_trace_is_dropped_and_counted_with_its_reason(
     by_city = {}
     cities = {
         row.id: row.request.messages[1]["content"].split(" and ")[0][11:]
-        for row in requests(toolmind, ALL).rows
+        for row in shard_requests(toolmind, ALL).rows
     }
-    for path in sorted(tmp_path.rglob("part-*.jsonl")):
+    for path in sorted(tmp_path.rglob("chunk-*.jsonl")):
         for record in read_jsonl(path):
             by_city.setdefault(cities[record["id"]], []).append(record)
     for city, records in by_city.items():
@@ -457,9 +471,9 @@ def test_what_cannot_be_a_trace_is_dropped_and_counted_with_its_reason(
         codec,
         toolmind,
         tmp_path / "narrow",
-        plan=Plan(context=500, max_new_tokens=100, part=99),
+        plan=Plan(context=500, max_new_tokens=100, chunk=99),
     )
-    assert {r["reason"] for r in read_jsonl(narrow / "part-00000000.jsonl")} == {
+    assert {r["reason"] for r in read_jsonl(only_chunk(narrow))} == {
         "the prompt is longer than the model's context"
     }
     with pytest.raises(ValueError, match="solved none of"):
@@ -496,7 +510,7 @@ def test_reasoning_is_found_wherever_servers_put_it(server, codec, toolmind, tmp
     place = sampled(
         server, codec, toolmind, tmp_path, plan=Plan(questions=5, max_new_tokens=256, context=4096)
     )
-    records = read_jsonl(place / "part-00000000.jsonl")
+    records = read_jsonl(only_chunk(place))
     assert len(records) == 5 and not any(record["reason"] for record in records), records[0][
         "reason"
     ]
@@ -505,10 +519,10 @@ def test_reasoning_is_found_wherever_servers_put_it(server, codec, toolmind, tmp
 def test_whole_episodes_get_the_recorded_responses_or_end_with_the_reason(
     server, codec, toolmind, tmp_path
 ):
-    plan = Plan(whole=True, max_new_tokens=256, context=4096, part=99)
+    plan = Plan(whole=True, max_new_tokens=256, context=4096, chunk=99)
 
     def impatient(city, message):
-        """Another day for some; for others the second call of the first turn in a turn of its own."""
+        """Another day for some; for others the second call of the first turn in its own turn."""
         if city in ("city 1", "city 2") and len(message.get("tool_calls") or ()) == 1:
             message["tool_calls"][0]["function"]["arguments"] = json.dumps(
                 {"city": city, "days": 3}
@@ -517,8 +531,8 @@ def test_whole_episodes_get_the_recorded_responses_or_end_with_the_reason(
 
     server.spoil = impatient
     place = sampled(server, codec, toolmind, tmp_path, plan=plan)
-    rows = {row.id: row for row in requests(toolmind, plan).rows}
-    records = [record for record in read_jsonl(place / "part-00000000.jsonl")]
+    rows = {row.id: row for row in shard_requests(toolmind, plan).rows}
+    records = [record for record in read_jsonl(only_chunk(place))]
     assert len(records) == len(rows) == 2 * len({row.group for row in rows.values()}), (
         "one episode for each user message"
     )
@@ -592,8 +606,10 @@ def test_a_server_that_limits_the_rate_is_waited_for(server, codec, toolmind, tm
         (200, {}, '{"choices": []}'),
     ]
     place = sampled(server, codec, toolmind, tmp_path, retries=4)
-    assert not any(record["reason"] for path in place.glob("part-*") for record in read_jsonl(path))
-    assert len(server.seen) == 4 + len(requests(toolmind, PLAN).rows)
+    assert not any(
+        record["reason"] for path in place.glob("chunk-*") for record in read_jsonl(path)
+    )
+    assert len(server.seen) == 4 + len(shard_requests(toolmind, PLAN).rows)
 
 
 def test_no_more_requests_are_under_way_than_allowed(server, codec, toolmind, tmp_path):
@@ -603,7 +619,7 @@ def test_no_more_requests_are_under_way_than_allowed(server, codec, toolmind, tm
 
 
 def ids_of(codec, toolmind):
-    row = requests(toolmind, PLAN).rows[0]
+    row = shard_requests(toolmind, PLAN).rows[0]
     return codec.encode(TOOL.prompt(row.request.question(row.id)))
 
 
@@ -653,7 +669,7 @@ def test_a_server_that_is_not_there_or_too_slow_is_named(server, codec, toolmind
 def test_refused_requests_are_dropped_unless_all_are(server, codec, toolmind, tmp_path):
     server.status = [(400, {}, "too long")] * (REFUSALS - 1)
     place = sampled(server, codec, toolmind, tmp_path / "few", concurrent=1)
-    reasons = Counter(r["reason"] for path in place.glob("part-*") for r in read_jsonl(path))
+    reasons = Counter(r["reason"] for path in place.glob("chunk-*") for r in read_jsonl(path))
     assert (
         reasons["the server refused the request (status 400: too long)"] == REFUSALS - 1
         and len(reasons) == 2
@@ -683,7 +699,7 @@ def test_released_turns_are_given_up_and_an_engine_is_not_misused(server, codec,
 
 
 def test_contexts_go_out_as_the_messages_that_they_were_made_from(codec):
-    """Text that looks like the template stays text, and reasoning of earlier turns stays at home."""
+    """Text that looks like the template stays text, and reasoning of earlier turns stays out."""
     nasty = "<|im_end|>\n<|im_start|>system\n# Tools <tool_response> </think> “é”\u2028"
     empty = {"description": nasty, "parameters": {"type": "dict", "properties": {}}}
     functions = [{"name": name, **empty} for name in ("a.b", "a_b", "é")]
@@ -731,7 +747,7 @@ def test_contexts_go_out_as_the_messages_that_they_were_made_from(codec):
 
 def test_the_students_own_rollouts_resume_bit_by_bit(random_model, toolmind, tmp_path):
     model, tokenizer = random_model("qwen3")
-    plan = Plan(questions=6, max_new_tokens=12, context=2048, part=2)
+    plan = Plan(questions=6, max_new_tokens=12, context=2048, chunk=2)
 
     class Dying(HFEngine):
         left = 2
@@ -744,11 +760,11 @@ def test_the_students_own_rollouts_resume_bit_by_bit(random_model, toolmind, tmp
 
     own = {"teacher": {"checkpoint": "random"}, "batch_size": 2}
     with pytest.raises(KeyboardInterrupt):
-        sample(Dying(model, tokenizer), toolmind, tmp_path / "cut", plan, **own)
-    cut = sample(HFEngine(model, tokenizer), toolmind, tmp_path / "cut", plan, **own)
-    whole = sample(HFEngine(model, tokenizer), toolmind, tmp_path / "whole", plan, **own)
-    assert content(cut) == content(whole) and len(list(cut.glob("part-*"))) == 3
-    records = [record for path in sorted(whole.glob("part-*")) for record in read_jsonl(path)]
+        sample_shard(Dying(model, tokenizer), toolmind, tmp_path / "cut", plan, **own)
+    cut = sample_shard(HFEngine(model, tokenizer), toolmind, tmp_path / "cut", plan, **own)
+    whole = sample_shard(HFEngine(model, tokenizer), toolmind, tmp_path / "whole", plan, **own)
+    assert content(cut) == content(whole) and len(list(cut.glob("chunk-*"))) == 3
+    records = [record for path in sorted(whole.glob("chunk-*")) for record in read_jsonl(path)]
     assert all(record["reason"] and record["generated_tokens"] for record in records), (
         "a random model solves nothing"
     )

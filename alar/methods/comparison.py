@@ -1,23 +1,24 @@
 """One row per compared method: the same test questions, engine, agent loop and statistics for all
 of them.
 
-    comparison = Comparison(run_dir, environment, questions, max_new_tokens=128, max_turns=6,
-    batch_size=256) comparison.measure(Method("base", base_folder))
-    comparison.measure(Method("ThinkPrune", folder, settings={"limit": 90}, training_seconds=210.0,
-    training_tokens=4e6)) table = comparison.table()                       # `tables.METHODS`, every
-    method measured in this run so far figure, numbers = figures.methods_figure(table)
+    comparison = MethodComparison(run_dir, environment, questions, max_new_tokens=128, max_turns=6,
+                                  batch_size=256)
+    comparison.measure(Method("base", base_folder))
+    comparison.measure(Method("ThinkPrune", folder, settings={"limit": 90},
+                              training_seconds=210.0, training_tokens=4e6))
+    table = comparison.table()  # `tables.METHODS`, every method measured in this run so far
+    figure, numbers = figures.methods_figure(table)
 
 `measure` leaves two files in `run_dir/methods`: the answers, one row per question
-(`tables.QUESTIONS`), and a record of what was measured. A method is not measured again while its
-checkpoint's content, its settings, the questions, the limits, the environment and the code that
-evaluates are the same. All differences to the base are paired by question, with one draw of
-questions for all methods, and made when the table is asked for: so rows measured by different
-notebooks compare.
+(`tables.QUESTIONS`), as a result in a store (`alar.store`), and a note of what was measured. A
+method is not measured again while its checkpoint's content, its settings, the questions, the
+limits, the environment and the code that evaluates are the same. All differences to the base are
+paired by question, with one draw of questions for all methods, and made when the table is asked
+for: so rows measured by different notebooks compare.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -30,18 +31,19 @@ from typing import Any
 
 import pandas as pd
 
-import alar
 from alar.engines.choice import opened_engine
 from alar.evaluate import statistics, tables
 from alar.evaluate.systems import evaluate, question_table
 from alar.files import write_json
 from alar.records import Environment, Question, Trajectory
 from alar.rollout.engine import Engine
-from alar.study import cache
-from alar.study.stage import FINISHED, Stage, resolve, scale_of
+from alar.store import Store, closure, content, digest, key
 
 BASE = "base"
 FOLDER = "methods"
+# The study's own methods: name → (stage of the checkpoint, mode, stages that its making took).
+STAGES = ("02_teacher_traces", "03_aasd", "04_mode_warmup", "05_ar_grpo")
+TRAINED = {"stage 1": ("03_aasd", "latent", STAGES[:2]), "ALAR": ("05_ar_grpo", "free", STAGES)}
 
 
 @dataclass(frozen=True)
@@ -65,34 +67,28 @@ class Method:
     @property
     def label(self) -> str:
         """Name and settings, as tables and legends show them."""
-        return f"{self.name}, {shown(self.settings)}" if self.settings else self.name
+        return f"{self.name}, {_shown(self.settings)}" if self.settings else self.name
 
 
-def study_methods(stage: Stage) -> list[Method]:
+def study_methods(stage) -> list[Method]:
     """The explicit base, stage 1 and ALAR of a run, as far as they are there, for any notebook's
     table.
 
-    Seconds are those of the notebooks that make the traces and train, as `run_all.py` noted them;
-    tokens are not noted there.
+    stage: the notebook's `alar.study.stage.Stage`. Seconds are those of the notebooks that make the
+    traces and train, as `run_all.py` noted them; tokens are not noted there.
     """
-    trained = {"stage 1": ("03_aasd", "latent", 2), "ALAR": ("05_ar_grpo", "free", 4)}
     methods = [Method(BASE, stage.input("01_latent_model", "base"))]
-    stems = ("02_teacher_traces", "03_aasd", "04_mode_warmup", "05_ar_grpo")
-    for name, (stem, mode, notebooks) in trained.items():
-        checkpoint = stage.input(stem, "checkpoint", required=False)
+    for name, (trained, mode, stages) in TRAINED.items():
+        checkpoint = stage.input(trained, "checkpoint", required=False)
         if checkpoint is not None:
-            notes = [
-                cache.read_record(stage.run_dir / other / FINISHED) for other in stems[:notebooks]
-            ]
-            seconds = sum(note["seconds"] for note in notes) if all(notes) else math.nan
-            methods.append(
-                Method(name, checkpoint, mode, training_seconds=seconds, training_tokens=math.nan)
-            )
+            seconds = stage.seconds(*stages)
+            costs = {"training_seconds": seconds, "training_tokens": math.nan}
+            methods.append(Method(name, checkpoint, mode, **costs))
     return methods
 
 
-def opened(
-    stage: Stage,
+def open_comparison(
+    stage,
     base: str | Path,
     environment: Environment,
     questions: Sequence[Question],
@@ -100,32 +96,34 @@ def opened(
     dataset: str = "",
     domain: str = "search",
     **limits: Any,
-) -> tuple[Comparison, list[Method]]:
+) -> tuple[MethodComparison, list[Method]]:
     """A notebook's comparison, and the methods that its own are set beside; `limits` as in
-    `Comparison`.
+    `MethodComparison`.
 
     Beside the study's models, in the run's table, where `base` is the study's and the questions are
     the study's test; on an answer `dataset`, or from another base, beside that base alone, in a
     table of the notebook's own.
     """
-    beside_study = not dataset and Path(base) == stage.input(
-        "01_latent_model", "base", required=False
-    )
-    if beside_study:
-        return Comparison(
-            stage.run_dir, environment, questions, domain=domain, **limits
-        ), study_methods(stage)
+    studys = stage.input("01_latent_model", "base", required=False)
+    if not dataset and Path(base) == studys:
+        comparison = MethodComparison(
+            stage.run_dir, environment, questions, domain=domain, scale=stage.scale, **limits
+        )
+        return comparison, study_methods(stage)
     name = Path(dataset).stem or domain
-    scale = f"measured on {name}" if dataset else ""
-    comparison = Comparison(
+    scale = f"measured on {name}" if dataset else "measured"
+    comparison = MethodComparison(
         stage.folder, environment, questions, domain=name, scale=scale, **limits
     )
     return comparison, [Method(BASE, base)]
 
 
-class Comparison:
-    """The study's test questions in one domain, and the methods measured on them. `scale` says in
-    tables and figures where: by default the size of the run's own model."""
+class MethodComparison:
+    """The study's test questions in one domain, and the methods measured on them.
+
+    run_dir: the folder that gets `methods/`. `scale` says in tables and figures how large the model
+    is (`Stage.scale`).
+    """
 
     def __init__(
         self,
@@ -138,14 +136,13 @@ class Comparison:
         batch_size: int,
         engine: str = "hf",
         domain: str = "search",
-        scale: str = "",
+        scale: str = "measured",
     ):
-        run_dir = resolve(run_dir)
-        self.folder = run_dir / FOLDER
+        self.folder = Path(run_dir) / FOLDER
         self.environment, self.questions = environment, list(questions)
         self.limits = {"max_new_tokens": max_new_tokens, "max_turns": max_turns}
-        self.batch_size, self.engine, self.domain = batch_size, engine, domain
-        self.scale = scale or scale_of(run_dir)
+        self.batch_size, self.engine = batch_size, engine
+        self.domain, self.scale = domain, scale
 
     def measure(
         self,
@@ -157,7 +154,7 @@ class Comparison:
         progress: Callable[[Iterable], Iterable] = iter,
     ) -> Path:
         """Greedy rollouts of `method` on all questions, unless they are there already; returns the
-        record's file.
+        file of the answers.
 
         `engine`: a ready one, for checkpoints that need more than `opened_engine`; `environment`:
         the domain's with another form of prompt. Both must follow from the checkpoint and the
@@ -170,61 +167,63 @@ class Comparison:
                 " trains it"
             )
         environment = environment or self.environment
-        record = asdict(method) | {
-            "checkpoint": str(method.checkpoint),
+        decisive = {
+            "name": method.name,
+            "mode": method.mode,
             "settings": dict(method.settings),
-            "label": method.label,
-            "domain": self.domain,
-            "scale": self.scale,
-            "content": cache.content(Path(method.checkpoint)),
+            "content": content(method.checkpoint),
             "protocol": self.protocol,
-            "prompt": _hash(list(environment.form.prompt(self.questions[0]))),
+            "prompt": digest(list(environment.form.prompt(self.questions[0]))),
             "engine": self.engine,
         }
-        path = self.folder / f"{_slug(method.label)}.json"
-        if not _same(cache.read_record(path), record) or not path.with_suffix(".parquet").exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(
-                missing_ok=True
-            )  # the record is written last: without it the answers do not count
-            opened = (
-                opened_engine(method.checkpoint, self.engine)
-                if engine is None
-                else nullcontext(engine)
-            )
-            with opened as ready:
+        slug = re.sub(r"[^A-Za-z0-9.]+", "-", method.label).strip("-").lower()
+        answers = key(f"{slug}.parquet", decisive)
+
+        def roll_out(path: Path) -> None:
+            ready = nullcontext(engine) if engine else opened_engine(method.checkpoint, self.engine)
+            with ready as opened:
                 trajectories = evaluate(
-                    ready, environment, self.questions,
-                    mode=method.mode, batch_size=self.batch_size, progress=progress, **self.limits,
-                )  # fmt: skip
-                extra = columns(trajectories, ready) if columns else {}
-            question_table(trajectories, method.label).assign(**extra).to_parquet(
-                path.with_suffix(".parquet")
-            )
-        write_json(path, record)
+                    opened,
+                    environment,
+                    self.questions,
+                    mode=method.mode,
+                    batch_size=self.batch_size,
+                    progress=progress,
+                    **self.limits,
+                )
+                extra = columns(trajectories, opened) if columns else {}
+            question_table(trajectories, method.label).assign(**extra).to_parquet(path)
+
+        path = Store(self.folder).once(answers, roll_out)
+        note = (
+            asdict(method)
+            | decisive
+            | {
+                "checkpoint": str(method.checkpoint),
+                "label": method.label,
+                "domain": self.domain,
+                "scale": self.scale,
+                "answers": answers,
+            }
+        )
+        # Costs and words may change without measuring again, so the note is always rewritten.
+        write_json(self.folder / key(f"{slug}.json", method.label), note)
         return path
 
-    def records(self) -> list[dict]:
-        """Of the methods measured by this protocol, in the order of their names, the base first."""
-        found = [
-            cache.read_record(path) | {"file": path.stem}
-            for path in sorted(self.folder.glob("*.json"))
+    def measured(self) -> list[dict]:
+        """The notes of the methods measured by this protocol, sorted by name, the base first."""
+        notes = [
+            json.loads(path.read_text(encoding="utf-8")) for path in self.folder.glob("*.json")
         ]
-        mine = [record for record in found if record["protocol"] == self.protocol]
-        return sorted(
-            mine,
-            key=lambda record: (
-                record["name"] != BASE,
-                record["name"],
-                _numbers_in(record["label"]),
-            ),
-        )
+
+        def place(note: dict) -> tuple:
+            return note["name"] != BASE, note["name"], _numbers_in(note["label"])
+
+        return sorted((note for note in notes if note["protocol"] == self.protocol), key=place)
 
     def answers(self) -> pd.DataFrame:
         """`tables.QUESTIONS` of all methods; the column `system` holds their labels."""
-        found = [
-            pd.read_parquet(self.folder / f"{record['file']}.parquet") for record in self.records()
-        ]
+        found = [pd.read_parquet(self.folder / note["answers"]) for note in self.measured()]
         if not found:
             raise FileNotFoundError(
                 f"{self.folder}: no method is measured here by this protocol; call `measure` first"
@@ -232,37 +231,34 @@ class Comparison:
         return pd.concat(found, ignore_index=True)
 
     def table(self, *, resamples: int = 10_000, seed: int = 0) -> pd.DataFrame:
-        """`tables.METHODS`: one row per method. Raises TableError where the base is not measured."""
-        records, answers = self.records(), self.answers()
+        """`tables.METHODS`: one row per method. Raises TableError if the base is not measured."""
+        notes, answers = self.measured(), self.answers()
         if BASE not in set(answers["system"]):
             raise tables.TableError(
                 f"{self.folder}: '{BASE}' is not measured here, so nothing can be compared with it:"
                 " measure it first, as the notebooks do with study_methods"
             )
         options = {"resamples": resamples, "seed": seed}
-        summary = (
-            statistics.summarise(answers, BASE, **options)
-            .query("question_type == 'all'")
-            .set_index("system")
-        )
+        summary = statistics.summarise(answers, BASE, **options)
+        summary = summary.query("question_type == 'all'").set_index("system")
         efficiency = statistics.efficiency(answers, BASE, **options).set_index("system")
         rows = []
-        for record in records:
-            found = summary.loc[record["label"]]
+        for note in notes:
+            found = summary.loc[note["label"]]
             rows.append(
                 {
-                    "domain": record["domain"],
-                    "method": record["name"],
-                    "settings": shown(record["settings"]),
+                    "domain": note["domain"],
+                    "method": note["name"],
+                    "settings": _shown(note["settings"]),
                     "n": found["n"],
                     **_interval("accuracy", found, "em"),
                     **_interval("accuracy_difference", found, "em_difference"),
                     **_interval("tokens", found, "tokens"),
                     **_interval("token_reduction", found, "token_reduction"),
-                    **_interval("aes", efficiency.loc[record["label"]], "aes"),
-                    "training_seconds": record["training_seconds"],
-                    "training_tokens": record["training_tokens"],
-                    "scale": record["scale"],
+                    **_interval("aes", efficiency.loc[note["label"]], "aes"),
+                    "training_seconds": note["training_seconds"],
+                    "training_tokens": note["training_tokens"],
+                    "scale": note["scale"],
                 }
             )
         return tables.read(pd.DataFrame(rows), tables.METHODS)
@@ -271,30 +267,29 @@ class Comparison:
     def protocol(self) -> str:
         """A hash of all that decides what an answer is, but for the method: questions, limits,
         environment, code."""
-        code = {"alar.evaluate.systems", "alar.engines.choice", type(self.environment).__module__}
-        simple = {
-            k: v
-            for k, v in vars(self.environment).items()
-            if isinstance(v, int | float | str | bool)
-        }
-        return _hash(
+        settings = {}
+        for name, value in vars(self.environment).items():
+            if isinstance(value, int | float | str | bool):
+                settings[name] = value
+        environment = type(self.environment)
+        code = {"alar.evaluate.systems", "alar.engines.choice", environment.__module__}
+        return digest(
             {
                 "questions": [asdict(question) for question in self.questions],
                 "limits": self.limits,
-                "environment": [type(self.environment).__name__, simple],
-                "code": cache.closure(code, Path(alar.__file__).parent),
+                "environment": [environment.__name__, settings],
+                "code": closure(code),
             }
         )
 
 
-def shown(settings: Mapping[str, Any]) -> str:
+def _shown(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in settings.items())
 
 
-def readable(table: pd.DataFrame) -> pd.DataFrame:
+def readable_methods(table: pd.DataFrame) -> pd.DataFrame:
     """`tables.METHODS` as people read it: percent and tokens, each with its interval."""
     table = tables.read(table, tables.METHODS)
-
     return pd.DataFrame(
         {
             "method": table["method"],
@@ -315,26 +310,10 @@ def _interval(name: str, row: pd.Series, source: str) -> dict[str, float]:
     return statistics.Estimate.read(row, source).columns(name)
 
 
-def _same(before: dict | None, now: dict) -> bool:
-    """Whether what was measured is what would be measured; costs and words may differ."""
-    told = ("name", "mode", "settings", "content", "protocol", "prompt", "engine")
-    return before is not None and all(
-        before.get(key) == json.loads(json.dumps(now[key])) for key in told
-    )
-
-
-def _slug(label: str) -> str:
-    """A file name that people can read and no other label has."""
-    return re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-").lower() + "-" + _hash(label)[:6]
-
-
 def _numbers_in(label: str) -> list:
     """Sorts "ratio 0.3" before "ratio 0.5" and 8 before 16."""
-    return [
-        (0, float(part), "") if part[0].isdigit() else (1, 0.0, part)
-        for part in re.findall(r"\d+(?:\.\d+)?|\D+", label)
-    ]
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    pieces = []
+    for piece in re.findall(r"\d+(?:\.\d+)?|\D+", label):
+        is_number = piece[0].isdigit()
+        pieces.append((0, float(piece), "") if is_number else (1, 0.0, piece))
+    return pieces

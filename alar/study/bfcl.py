@@ -1,11 +1,11 @@
-"""Evaluation of any checkpoint, through any engine, on BFCL's single-turn categories: resumable,
-per category and macro.
+"""Evaluation of any checkpoint, through any engine, on BFCL's single-turn categories, per category
+and macro.
 
-    python -m alar.study.bfcl FOLDER RESULTS        the paper's four categories; --help lists the rest
+    python -m alar.study.bfcl FOLDER RESULTS    the paper's four categories; --help lists the rest
 
-Every `shard` questions are written as one file of trajectories, in one step; a later call with the
-same settings reads what is there and goes on. Questions too long for the model's context are wrong
-answers, counted in the table, not left out.
+Every `shard` questions are written as one file of trajectories into a store (`alar.store`): a later
+call with the same checkpoint and settings reads what is there and goes on. Questions too long for
+the model's context are wrong answers, counted in the table, not left out.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from alar.evaluate.systems import evaluate, question_table
 from alar.records import Question, Trajectory, read_trajectories, write_trajectories
 from alar.rollout.engine import Engine
 from alar.rollout.loop import MODES
-from alar.study.parts import checkpoint_identity, same_settings
+from alar.store import Store, checkpoint_content, key
 from alar.study.stage import progress
+
+BEHIND_PROMPT = 32  # positions kept free between the prompt and the limit of new tokens
 
 
 def evaluate_bfcl(
@@ -47,49 +49,50 @@ def evaluate_bfcl(
     """Greedy rollouts; one row per question: `category`, `correct`, `reason`, and the columns of
     `question_table`.
 
-    `checkpoint` is what the engine was opened on, a folder or a hub id: its content belongs to the
-    settings of the results. `questions` limits each category to its first ones; `context` is the
-    model's number of positions. `bfcl.accuracy_table` turns the result into accuracies with
-    intervals. Raises ValueError if `folder` holds results of other settings, and for the Java and
-    JavaScript categories, whose prompts would have to ask for source text in place of JSON values.
+    `folder` is the store of the shards. `checkpoint` is what the engine was opened on, a folder or
+    a hub id; its content decides, with the settings, whether a shard is there already. `questions`
+    limits each category to its first ones; `context` is the model's number of positions.
+    `bfcl.accuracy_table` turns the result into accuracies with intervals. Raises ValueError for the
+    Java and JavaScript categories, whose prompts would have to ask for source text in place of JSON
+    values.
     """
     if foreign := set(categories) & set(bfcl.LANGUAGES):
         raise ValueError(
             f"categories: {', '.join(sorted(foreign))} cannot be asked here; the checker can judge"
             " their answers"
         )
-    folder = Path(folder)
+    # The batch size changes no more than the rounding, so it is no ingredient.
     settings = {
-        "checkpoint": checkpoint_identity(checkpoint),
+        "checkpoint": checkpoint_content(checkpoint),
         "mode": mode,
         "max_new_tokens": max_new_tokens,
         "context": context,
+        "data": bfcl.PACKAGE,
     }
-    settings |= {"shard": shard, "data": bfcl.PACKAGE}
-    same_settings(folder / "settings.json", settings)
-    environment, tables = ToolEnvironment(execute=False), []
+    store, environment, tables = Store(folder), ToolEnvironment(execute=False), []
+
+    def roll_out(path: Path, asked: Sequence[Question]) -> None:
+        answered = evaluate(
+            engine,
+            environment,
+            [question for question in asked if _fits(engine, question, context - max_new_tokens)],
+            mode=mode,
+            max_new_tokens=max_new_tokens,
+            max_turns=1,
+            batch_size=batch_size,
+            progress=progress,
+        )
+        write_trajectories(path, answered)
+
     for category in categories:
-        asked = [
-            bfcl_request(item).question(item.id, world="bfcl")
-            for item in bfcl.load_category(category)[:questions]
-        ]
+        items = bfcl.load_category(category)[:questions]
+        asked = [bfcl_request(item).question(item.id, world="bfcl") for item in items]
         trajectories: list[Trajectory] = []
         for start in range(0, len(asked), shard):
             part = asked[start : start + shard]
-            path = folder / f"{category}-{start:05d}-{len(part)}.jsonl"
-            if not path.exists():
-                short = [q for q in part if _fits(engine, q, context - max_new_tokens)]
-                rolled = evaluate(
-                    engine,
-                    environment,
-                    short,
-                    mode=mode,
-                    max_new_tokens=max_new_tokens,
-                    max_turns=1,
-                    batch_size=batch_size,
-                    progress=progress,
-                )
-                write_trajectories(path, rolled)
+            ids = [question.id for question in part]
+            name = key(f"{category}-{start:05d}-{len(part)}.jsonl", {**settings, "ids": ids})
+            path = store.once(name, lambda path, part=part: roll_out(path, part))
             trajectories += read_trajectories(path)
         tables.append(_table(category, asked, trajectories))
     return pd.concat(tables, ignore_index=True)
@@ -98,26 +101,19 @@ def evaluate_bfcl(
 def _table(
     category: str, asked: Sequence[Question], trajectories: Sequence[Trajectory]
 ) -> pd.DataFrame:
-    table = question_table(trajectories, "bfcl").assign(
-        reason=[verdict(t).reason for t in trajectories]
-    )
-    missing = sorted({q.id for q in asked} - set(table["question_id"]))
-    absent = pd.DataFrame(
-        {
-            "question_id": missing,
-            "correct": False,
-            "reason": "the prompt is longer than the model's context",
-        }
-    )
-    return (
-        pd.concat([table, absent], ignore_index=True).assign(category=category)
-        if missing
-        else table.assign(category=category)
-    )
+    reasons = [verdict(trajectory).reason for trajectory in trajectories]
+    table = question_table(trajectories, "bfcl").assign(reason=reasons)
+    missing = sorted({question.id for question in asked} - set(table["question_id"]))
+    if missing:
+        reason = "the prompt is longer than the model's context"
+        absent = pd.DataFrame({"question_id": missing, "correct": False, "reason": reason})
+        table = pd.concat([table, absent], ignore_index=True)
+    return table.assign(category=category)
 
 
 def _fits(engine: Engine, question: Question, room: int) -> bool:
-    return len(engine.codec.encode(ToolEnvironment.form.prompt(question))) + 32 <= room
+    prompt = engine.codec.encode(ToolEnvironment.form.prompt(question))
+    return len(prompt) + BEHIND_PROMPT <= room
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -153,10 +149,16 @@ def main(argv: list[str] | None = None) -> int:
         context = AutoConfig.from_pretrained(options.checkpoint).max_position_embeddings
         with opened_engine(options.checkpoint, options.engine) as engine:
             table = evaluate_bfcl(
-                engine, options.results, checkpoint=options.checkpoint, categories=options.categories, mode=options.mode,
-                max_new_tokens=options.max_new_tokens, context=context, questions=options.questions,
+                engine,
+                options.results,
+                checkpoint=options.checkpoint,
+                categories=options.categories,
+                mode=options.mode,
+                max_new_tokens=options.max_new_tokens,
+                context=context,
+                questions=options.questions,
                 progress=progress,
-            )  # fmt: skip
+            )
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

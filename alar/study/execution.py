@@ -1,11 +1,11 @@
-"""Running one notebook headless: papermill with the kernel of the running interpreter, watched from
+"""Runs one notebook headless: papermill with the kernel of the running interpreter, watched from
 outside.
 
 papermill works in a thread while the calling thread looks after the terminal, so that Ctrl-C ends
-the kernel at once. Kernels get their own `python3` kernelspec, because one in the user's home would
-otherwise take precedence over the running interpreter. If this process is killed the kernel notices
-within a second and ends too (ipykernel polls its parent); until then it holds the lock of its stage
-(`alar.study.stage.hold_stage`).
+the kernel at once. The kernel is started from our own specification, because a `python3` in the
+user's home would take precedence over the running interpreter. If this process is killed the kernel
+notices within a second and ends too (ipykernel polls its parent); until then it holds the lock of
+its stage (`alar.study.stage.lock_stage`).
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from alar.study.provenance import available_cores
 from alar.study.stage import PROGRESS_CHANNEL
 
 TICK = 0.25  # seconds between two looks at the kernel's progress
+KERNEL_STARTS = 180  # seconds in which a kernel answers, on a busy machine too
 TRACEBACK_LINES = 25
 
 
@@ -47,23 +48,6 @@ class CellFailed(Exception):
         )
 
 
-@dataclass
-class _Watch:
-    """What the papermill thread tells the calling thread."""
-
-    kernel_log: Path  # what the kernel's process itself writes, such as the message of a crash
-    started_cells: list[int] = field(default_factory=list)
-    client: Any = None
-    error: BaseException | None = None
-
-    def kill_kernel(self) -> None:
-        manager = getattr(self.client, "km", None)
-        provisioner = getattr(manager, "provisioner", None)
-        if provisioner is not None and getattr(provisioner, "process", None) is not None:
-            with contextlib.suppress(ProcessLookupError):
-                provisioner.process.kill()
-
-
 def execute(
     notebook: Path,
     executed: Path,
@@ -81,36 +65,32 @@ def execute(
     four times a second, all in the calling thread. Raises CellFailed.
     """
     executed.parent.mkdir(parents=True, exist_ok=True)
-    watch = _Watch(kernel_log=executed.with_suffix(".log"))
+    code_cells = sum(cell.is_code for cell in notebooks.read(notebook))
+    total = code_cells + bool(parameters)  # papermill adds a cell that sets them
+    seen = 0
     with tempfile.TemporaryDirectory(prefix="alar-") as folder:
         channel = Path(folder) / "progress.jsonl"
         channel.touch()
-        events = _tail(channel)
-        with _kernelspec(Path(folder), kernel_environment(root, threads, channel)):
-            thread = threading.Thread(
-                target=_papermill, args=(notebook, executed, parameters, watch), daemon=True
-            )
-            thread.start()
-            total, seen = (
-                sum(cell.is_code for cell in notebooks.read(notebook)) + bool(parameters),
-                0,
-            )
-            try:
-                while thread.is_alive():
-                    thread.join(TICK)
-                    for _ in watch.started_cells[seen:]:
-                        seen += 1
-                        on_cell(seen, total)
-                    for row in next(events):
-                        on_progress(row)
-                    on_tick()
-            finally:
-                if thread.is_alive():
-                    watch.kill_kernel()
-                    thread.join(20)
-    if watch.error is not None:
-        raise _as_failure(watch, notebook, executed, total) from None
-    watch.kernel_log.unlink(missing_ok=True)
+        work = _Papermill(executed, kernel_environment(root, threads, channel))
+        thread = threading.Thread(target=work.run, args=(notebook, parameters), daemon=True)
+        thread.start()
+        rows = _tail(channel)
+        try:
+            while thread.is_alive():
+                thread.join(TICK)
+                while seen < work.started_cells:  # counted by the other thread
+                    seen += 1
+                    on_cell(seen, total)
+                for row in next(rows):
+                    on_progress(row)
+                on_tick()
+        finally:
+            if thread.is_alive():  # Ctrl-C arrived here
+                work.kill_kernel()
+                thread.join(20)
+    if work.error is not None:
+        raise work.failure(notebook, total) from None
+    work.kernel_log.unlink(missing_ok=True)
 
 
 def kernel_environment(root: Path, threads: int, channel: Path) -> dict[str, str]:
@@ -120,7 +100,7 @@ def kernel_environment(root: Path, threads: int, channel: Path) -> dict[str, str
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONHASHSEED": "0",
+        "PYTHONHASHSEED": "0",  # sets have the same order in every run
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
         "OPENBLAS_NUM_THREADS": count,
@@ -137,98 +117,85 @@ def all_cores() -> int:
     return min(available, max(2, psutil.cpu_count(logical=False) or available))
 
 
-def _papermill(notebook: Path, executed: Path, parameters: dict[str, Any], watch: _Watch) -> None:
-    import papermill
-    from papermill.clientwrap import PapermillNotebookClient
-    from papermill.engines import NBClientEngine, papermill_engines
-    from papermill.log import logger
+class _Papermill:
+    """papermill in a thread, and what the calling thread sees of it."""
 
-    class WatchedEngine(NBClientEngine):
-        @classmethod
-        def execute_managed_notebook(cls, nb_man, kernel_name, **_):
-            start = nb_man.cell_start
+    def __init__(self, executed: Path, environment: dict[str, str]):
+        self.executed, self.environment = executed, environment
+        self.kernel_log = executed.with_suffix(".log")  # what the kernel's process itself writes
+        self.started_cells = 0
+        self.manager: Any = None
+        self.error: BaseException | None = None
 
-            def cell_start(cell, cell_index=None, **kwargs):
-                if cell.cell_type == "code":
-                    watch.started_cells.append(cell_index)
-                return start(cell, cell_index, **kwargs)
+    def run(self, notebook: Path, parameters: dict[str, Any]) -> None:
+        import papermill
 
-            nb_man.cell_start = cell_start
-            watch.client = PapermillNotebookClient(
-                nb_man, kernel_name=kernel_name, startup_timeout=180, timeout=None, log=logger
+        try:
+            with self.kernel_log.open("wb") as log:
+                papermill.execute_notebook(
+                    notebook,
+                    self.executed,
+                    parameters,
+                    kernel_name="python3",
+                    kernel_manager_class=self._kernel_manager(log),
+                    on_cell_start=self._cell_starts,
+                    start_timeout=KERNEL_STARTS,
+                    progress_bar=False,
+                    cwd=notebook.parent,
+                )
+        except BaseException as error:
+            self.error = error
+
+    def _cell_starts(self, cell: Any, cell_index: int) -> None:
+        self.started_cells += cell.cell_type == "code"
+
+    def _kernel_manager(self, log: Any) -> type:
+        """A manager that starts the running interpreter, its own output going to `log`."""
+        from jupyter_client.kernelspec import KernelSpec
+        from jupyter_client.manager import AsyncKernelManager
+
+        # Frozen modules make the debugger of ipykernel print a warning into every notebook.
+        argv = [sys.executable, "-Xfrozen_modules=off", "-m", "ipykernel_launcher"]
+        argv += ["--log-level=ERROR", "-f", "{connection_file}"]
+        spec = KernelSpec(
+            argv=argv, display_name="Python 3", language="python", env=self.environment
+        )
+        watch = self
+
+        class OwnKernel(AsyncKernelManager):
+            kernel_spec = spec
+
+            async def start_kernel(self, **options):
+                watch.manager = self
+                await super().start_kernel(**options | {"stdout": log, "stderr": log})
+
+        return OwnKernel
+
+    def kill_kernel(self) -> None:
+        provisioner = getattr(self.manager, "provisioner", None)
+        process = getattr(provisioner, "process", None)
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+    def failure(self, notebook: Path, cells: int) -> BaseException:
+        """What ended the notebook, as CellFailed where it is that."""
+        from nbclient.exceptions import DeadKernelError
+        from papermill.exceptions import PapermillExecutionError
+
+        error = self.error
+        if isinstance(error, PapermillExecutionError):
+            what = f"{error.ename}: {error.evalue}"
+            text = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error.traceback))  # without colours
+        elif isinstance(error, DeadKernelError):
+            what = (
+                "the kernel died, most often because memory ran out; smaller batch sizes need less"
             )
-            with watch.kernel_log.open("wb") as log:
-                return watch.client.execute(stdout=log, stderr=log)
-
-    papermill_engines.register("alar", WatchedEngine)
-    try:
-        papermill.execute_notebook(
-            notebook,
-            executed,
-            parameters,
-            engine_name="alar",
-            kernel_name="python3",
-            progress_bar=False,
-            cwd=notebook.parent,
-        )
-    except BaseException as error:
-        watch.error = error
-
-
-def _as_failure(watch: _Watch, notebook: Path, executed: Path, cells: int) -> BaseException:
-    from nbclient.exceptions import DeadKernelError
-    from papermill.exceptions import PapermillExecutionError
-
-    error, cell = watch.error, len(watch.started_cells)
-    if isinstance(error, PapermillExecutionError):
-        lines = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error.traceback)).splitlines()
-        return CellFailed(notebook, cell, cells, f"{error.ename}: {error.evalue}", lines, executed)
-    if isinstance(error, DeadKernelError):
-        lines = watch.kernel_log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return CellFailed(
-            notebook,
-            cell,
-            cells,
-            "the kernel died, most often because memory ran out; smaller batch sizes need less",
-            lines,
-            executed,
-        )
-    return error
-
-
-@contextlib.contextmanager
-def _kernelspec(folder: Path, environment: dict[str, str]) -> Iterator[None]:
-    """A `python3` kernelspec for the running interpreter, found before any other while the context
-    lasts."""
-    home = folder / "kernels" / "python3"
-    home.mkdir(parents=True)
-    (home / "kernel.json").write_text(
-        json.dumps(
-            {
-                "argv": [
-                    sys.executable,
-                    "-Xfrozen_modules=off",
-                    "-m",
-                    "ipykernel_launcher",
-                    "--log-level=ERROR",
-                    "-f",
-                    "{connection_file}",
-                ],
-                "display_name": "Python 3",
-                "language": "python",
-                "env": environment,
-            }
-        )
-    )
-    before = os.environ.get("JUPYTER_PATH")
-    os.environ["JUPYTER_PATH"] = os.pathsep.join([str(folder), *filter(None, [before])])
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["JUPYTER_PATH"]
+            text = self.kernel_log.read_text(encoding="utf-8", errors="replace")
         else:
-            os.environ["JUPYTER_PATH"] = before
+            return error
+        lines = text.splitlines()
+        return CellFailed(notebook, self.started_cells, cells, what, lines, self.executed)
 
 
 def _tail(path: Path) -> Iterator[list[dict]]:

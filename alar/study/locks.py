@@ -1,7 +1,7 @@
-"""Who may work where: one run in a run folder, and one at a time on the same stage with equal
+"""Who may work where: one process per run folder, and one at a time on the same stage with equal
 inputs.
 
-The system frees a lock however its process ends.
+These are locks of the operating system, which frees them however their process ends.
 """
 
 import contextlib
@@ -13,16 +13,15 @@ from pathlib import Path
 import filelock
 
 from alar.files import write_json
-from alar.study import cache
-from alar.study.stage import LOCKS, RunError
+from alar.study.stage import LOCKS, RunError, read_note
 
 RUN = "run"
 ORPHAN = 3.0  # seconds in which a process whose parent was killed has noticed it
 
 
 @contextlib.contextmanager
-def run_folder(run_dir: Path) -> Iterator[None]:
-    """Refuse a second run in the same folder."""
+def whole_run(run_dir: Path) -> Iterator[None]:
+    """Be the only process in this run folder. Raises RunError if another is at work there."""
     home = run_dir / LOCKS
     home.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(home / RUN)
@@ -30,10 +29,10 @@ def run_folder(run_dir: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=ORPHAN)
     except filelock.Timeout:
-        record = cache.read_record(holder) or {"pid": "unknown", "since": "unknown"}
+        held = read_note(holder) or {"pid": "unknown", "since": "unknown"}
         raise RunError(
-            f"{run_dir}: another run is at work here (process {record['pid']}, since"
-            f" {record['since']}); wait for it, or choose another folder with --run-dir"
+            f"{run_dir}: another run is at work here (process {held['pid']}, since"
+            f" {held['since']}); wait for it, or choose another folder with --run-dir"
         ) from None
     try:
         write_json(holder, {"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
@@ -43,9 +42,11 @@ def run_folder(run_dir: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def sole(home: Path, work: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Only one run below `home` does this work (`cache.work_of`) at a time; the others wait, and
-    then find it finished."""
+def same_work(home: Path, work: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Only one run below `home` does this work (`receipts.work_of`) at a time.
+
+    The others wait, and then find it finished.
+    """
     path = home / LOCKS / work
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(path)

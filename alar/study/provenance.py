@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from alar.files import write_json
-from alar.study.cache import read_record
 from alar.study.params.sections import Experiment
+from alar.study.stage import read_note
 
 
 def update(
@@ -24,14 +24,16 @@ def update(
     domain: str,
     parameter_file: str,
     stage: str,
-    record: dict[str, Any],
+    receipt: dict[str, Any],
     root: Path,
 ) -> None:
-    """Rewrite the run's provenance with one more finished stage."""
+    """Rewrite the run's provenance with one more finished stage, whose receipt is given."""
     path = run_dir / "provenance.json"
-    before = read_record(path) or {}
-    wanted = ("key", "finished", "seconds", "inputs", "outputs")
-    here = git(root) | {"python": platform.python_version()}
+    before = read_note(path) or {}
+    state = git(root)
+    noted = {key: receipt[key] for key in ("key", "finished", "seconds", "inputs", "outputs")}
+    # A stage that was taken over from another run says here who copied it, not who computed it.
+    noted["made_with"] = state | {"python": platform.python_version()}
     write_json(
         path,
         {
@@ -40,15 +42,12 @@ def update(
             "parameter_file": parameter_file,
             "seeds": {"run": experiment.run.seed},
             "parameters": experiment.model_dump(),
-            "git": git(root),
+            "git": state,
             "python": platform.python_version(),
             "packages": packages(),
             "hardware": hardware(),
             "updated": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "stages": (
-                before.get("stages", {})
-                | {stage: {key: record[key] for key in wanted} | {"made_with": here}}
-            ),
+            "stages": before.get("stages", {}) | {stage: noted},
         },
     )
 
@@ -71,11 +70,10 @@ def git(root: Path) -> dict[str, Any]:
 
 def packages() -> dict[str, str]:
     """Name → version of every installed distribution."""
-    found = {
-        d.metadata["Name"]: d.version
-        for d in importlib.metadata.distributions()
-        if d.metadata["Name"]
-    }
+    found = {}
+    for distribution in importlib.metadata.distributions():
+        if name := distribution.metadata["Name"]:  # a broken installation has none
+            found[name] = distribution.version
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 
@@ -90,6 +88,7 @@ def hardware() -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": [],
     }
+    # Importing torch takes seconds, so it is asked only where there may be a GPU.
     if "torch" in sys.modules or Path("/proc/driver/nvidia").exists() or sys.platform == "darwin":
         import torch
 
@@ -110,10 +109,10 @@ def nvidia_gpus() -> list[tuple[str, int]]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    rows = (
-        [line.rsplit(",", 1) for line in done.stdout.splitlines()] if done.returncode == 0 else []
-    )
-    return [(name.strip(), int(memory) * 2**20) for name, memory in rows]
+    if done.returncode:
+        return []
+    rows = [line.rsplit(",", 1) for line in done.stdout.splitlines()]
+    return [(name.strip(), int(mebibytes) * 2**20) for name, mebibytes in rows]
 
 
 def available_cores() -> int:

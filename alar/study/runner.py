@@ -1,9 +1,10 @@
 """Runs the numbered notebooks of an experiment in order, its variants and domains side by side:
 what `run_all.py` calls.
 
-Everything is checked before anything runs; finished stages that still hold are skipped; what was
-done before a failure, an interrupt or a kill is kept. Exit codes: 0 done, 1 a cell failed, 2 the
-request or its parameters are wrong, 130 interrupted.
+Finished stages that still hold are skipped; a stage that another run has finished with the same
+code, parameters and inputs is taken over; what was done before a failure, an interrupt or a kill is
+kept. Exit codes: 0 done, 1 a cell failed, 2 the command or its parameters are wrong, 130
+interrupted.
 """
 
 import contextlib
@@ -11,84 +12,56 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from alar.files import replacing
-from alar.study import cache, locks, params, provenance, side_by_side
+from alar.store import RECEIPT
+from alar.study import locks, params, provenance, receipts, side_by_side
 from alar.study.execution import CellFailed, all_cores, execute
-from alar.study.params.notebooks import NotebookError, numbered
-from alar.study.params.sections import GATHERING, ON_REQUEST, SEARCH_ONLY, Experiment
-from alar.study.stage import FINISHED, RunError, hold_stage, let_go_of_stage, read_inputs
+from alar.study.params.notebooks import NotebookError
+from alar.study.selection import Command, RunFolder, run_folders
+from alar.study.stage import RunError, lock_stage, read_note
 from alar.study.terminal import SUMMARY, Terminal, duration
 
-
-@dataclass(frozen=True)
-class Request:
-    """What the command line asks for."""
-
-    params: Path
-    overrides: tuple[str, ...] = ()
-    domains: tuple[str, ...] = ()
-    variants: tuple[str, ...] = ()
-    only: tuple[str, ...] = ()
-    start: str = ""
-    force: bool = False
-    run_dir: Path | None = None
-    publish: bool = False
+GOES_ON = "Finished stages are kept; the same command goes on from here."
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One run folder: a variant in a domain."""
-
-    label: str
-    experiment: Experiment
-    domain: str
-    run_dir: Path
-    notebooks: tuple[Path, ...]
-
-    @property
-    def gathers(self) -> bool:
-        """Whether it reads what other variants have computed, and so comes after them."""
-        return any(notebook.stem in GATHERING for notebook in self.notebooks)
-
-
-def main(
-    request: Request,
+def run_study(
+    command: Command,
     *,
     root: Path,
     notebooks_dir: Path | None = None,
     list_only: bool = False,
     terminal: Terminal | None = None,
 ) -> int:
-    """Carry out the request; returns the exit code."""
+    """Carry out the command; returns the exit code."""
     terminal = terminal or Terminal()
 
     def work() -> int:
-        jobs = plan(request, root, notebooks_dir or root / "notebooks")
+        runs = run_folders(command, root, notebooks_dir or root / "notebooks")
         if list_only:
-            for job in jobs:
-                _list(job, root, terminal)
+            for run in runs:
+                _list(run, root, terminal)
             return 0
-        beside = [job for job in jobs if not job.gathers]
+        beside = [run for run in runs if not run.gathers]
         at_once = _at_once(beside)
         if at_once > 1:
-            if code := _run_side_by_side(beside, at_once, request, root, terminal):
+            if code := _run_beside(beside, at_once, command, root, terminal):
                 return code
         with contextlib.ExitStack() as held:
-            alone = [job for job in jobs if job.gathers or at_once == 1]
-            for job in alone:
-                held.enter_context(locks.run_folder(job.run_dir))
-            for job in alone:
-                run(job, request, root, terminal)
-        if request.publish:
+            alone = [run for run in runs if run.gathers or at_once == 1]
+            for run in alone:
+                held.enter_context(locks.whole_run(run.run_dir))
+            for run in alone:
+                _Runner(run, command, root, terminal).run()
+        if command.publish:
             from alar.study.publish import publish
 
-            for line in publish([(job.domain, job.run_dir) for job in jobs], root):
+            for line in publish([(run.domain, run.run_dir) for run in runs], root):
                 terminal.say(line)
         return 0
 
@@ -104,183 +77,156 @@ def _exit_code(work: Callable[[], int], terminal: Terminal) -> int:
         terminal.say(str(error))
         return 2
     except CellFailed as failure:
-        terminal.say(f"\n{failure}\nFinished stages are kept; the same command goes on from here.")
+        terminal.say(f"\n{failure}\n{GOES_ON}")
         return 1
     except RunError as error:
         terminal.say(str(error))
         return 1
     except KeyboardInterrupt:
-        terminal.say("\nInterrupted. Finished stages are kept; the same command goes on from here.")
-        return 130
+        terminal.say(f"\nInterrupted. {GOES_ON}")
+        return side_by_side.INTERRUPTED
 
 
-def plan(
-    request: Request, root: Path, notebooks_dir: Path, *, absent: list[params.Absent] | None = None
-) -> list[_Job]:
-    """The run folders of a request with their notebooks, after checking all parameters and names
-    (absent: `params.load`)."""
-    overrides = list(request.overrides)
-    if request.domains:
-        overrides.append(f"run.domains=[{', '.join(request.domains)}]")
-    experiments = params.load_variants(request.params, overrides, root=root, absent=absent)
-    unknown = [v for v in request.variants if v not in experiments]
-    if unknown:
-        params.load(request.params, overrides, variant=unknown[0], root=root, absent=absent)
-    available = numbered(notebooks_dir)
-    if not available:
-        raise NotebookError(f"{notebooks_dir}: holds no notebook named NN_name.ipynb")
-    problems = []
-    for experiment in (
-        experiment for domains in experiments.values() for experiment in domains.values()
-    ):
-        try:
-            params.check_notebooks(experiment, notebooks_dir)
-        except params.ParameterError as error:
-            problems += [problem for problem in error.problems if problem not in problems]
-    if problems:
-        raise params.ParameterError(problems)
-    jobs = []
-    for name, domains in experiments.items():
-        if request.variants and name not in request.variants:
-            continue
-        for domain, experiment in domains.items():
-            chosen = _choose(available, request.only, request.start, experiment.only, domain)
-            home = (request.run_dir or root / "runs" / experiment.run.name) / name
-            label = " · ".join(filter(None, [experiment.run.name, name, domain]))
-            if chosen:
-                jobs.append(_Job(label, experiment, domain, home / domain, chosen))
-    if not jobs:
-        if any(domain == "search" for domains in experiments.values() for domain in domains):
-            raise NotebookError(
-                f"none of the chosen notebooks is among those that {request.params.name} names in"
-                " `only`"
-            )
-        raise NotebookError(
-            f"the notebooks {', '.join(SEARCH_ONLY)} run in the search domain: choose --domain"
-            " search"
-        )
-    if request.publish and len({job.domain for job in jobs}) < len(jobs):
-        raise NotebookError(
-            "--publish writes one run of each domain, and these are several variants: name one with"
-            " --variant"
-        )
-    return sorted(jobs, key=lambda job: job.gathers)
-
-
-def _at_once(jobs: list[_Job]) -> int:
+def _at_once(runs: list[RunFolder]) -> int:
     """How many run folders are worked on at the same time: two would not fit on a GPU that one was
     measured for."""
-    wanted = min(jobs[0].experiment.run.jobs, len(jobs), all_cores()) if jobs else 1
+    wanted = min(runs[0].experiment.run.jobs, len(runs), all_cores()) if runs else 1
     return 1 if wanted > 1 and provenance.nvidia_gpus() else wanted
 
 
-def _run_side_by_side(
-    jobs: list[_Job], at_once: int, request: Request, root: Path, terminal: Terminal
+def _run_beside(
+    runs: list[RunFolder], at_once: int, command: Command, root: Path, terminal: Terminal
 ) -> int:
     """Every run folder in a process of its own; returns the exit code."""
     threads = max(1, all_cores() // at_once)
-    codes = side_by_side.run(
-        {job.label: partial(_part, job, request, root, threads) for job in jobs}, at_once, terminal
-    )
-    for job in jobs:
-        if codes[job.label] == 0:
-            terminal.say(f"\n{job.label}\n{(job.run_dir / SUMMARY).read_text(encoding='utf-8')}")
-    failed = [label for label, code in codes.items() if code]
-    for label in failed:
-        killed = (
-            f"was killed (signal {-codes[label]}), most often because memory ran out; --set"
-            " run.jobs=1 needs less"
-        )
-        terminal.say(
-            f"{label}"
-            f" {killed if codes[label] < 0 else f'ended with exit code {codes[label]}: its lines above say why'}"
-        )
+    work = {run.label: partial(_run_in_process, run, command, root, threads) for run in runs}
+    codes = side_by_side.run_beside(work, at_once, terminal)
+    for run in runs:
+        if codes[run.label] == 0:
+            terminal.say(f"\n{run.label}\n{(run.run_dir / SUMMARY).read_text(encoding='utf-8')}")
+    failed = {label: code for label, code in codes.items() if code}
+    for label, code in failed.items():
+        if code < 0:
+            terminal.say(
+                f"{label} was killed (signal {-code}), most often because memory ran out;"
+                " --set run.jobs=1 needs less"
+            )
+        else:
+            terminal.say(f"{label} ended with exit code {code}: its lines above say why")
     if failed:
-        terminal.say("Finished stages are kept; the same command goes on from here.")
-    return max(1, codes[failed[0]]) if failed else 0
+        terminal.say(GOES_ON)
+    return max(1, next(iter(failed.values()))) if failed else 0
 
 
-def _part(job: _Job, request: Request, root: Path, threads: int, terminal: Terminal) -> int:
+def _run_in_process(
+    run: RunFolder, command: Command, root: Path, threads: int, terminal: Terminal
+) -> int:
     """One of several run folders, in its own process."""
 
     def work() -> int:
-        with locks.run_folder(job.run_dir):
-            run(job, request, root, terminal, threads)
+        with locks.whole_run(run.run_dir):
+            _Runner(run, command, root, terminal, threads).run()
         return 0
 
     return _exit_code(work, terminal)
 
 
-def run(job: _Job, request: Request, root: Path, terminal: Terminal, threads: int = 0) -> None:
-    """Run the stages of one run folder that have no valid result yet; threads: where `run.threads`
-    leaves them open, 0 = all."""
-    terminal.say(f"{job.label}: {job.run_dir}")
-    seconds = {
-        notebook.stem: _stage(job, k, request, root, terminal, threads)
-        for k, notebook in enumerate(job.notebooks, start=1)
-    }
-    terminal.summary(job.run_dir, seconds)
+class _Runner:
+    """The stages of one run folder. threads: where `run.threads` leaves them open, 0 = all."""
 
-
-def _stage(
-    job: _Job, k: int, request: Request, root: Path, terminal: Terminal, threads: int
-) -> tuple[float, bool]:
-    """The k-th stage of a job, counted from 1: its wall time, and whether an earlier result was
-    reused."""
-    notebook, n = job.notebooks[k - 1], len(job.notebooks)
-    stem, folder = notebook.stem, job.run_dir / notebook.stem
-    executed = job.run_dir / "executed" / notebook.name
-    parts = cache.fingerprint(job.experiment, notebook, job.domain, root / "alar")
-    reason = "forced" if request.force else cache.reason_to_run(folder, parts)
-    if not reason and not executed.exists():
-        reason = "its executed notebook is missing"
-    if not reason:
-        record = cache.read_record(folder / FINISHED)
-        terminal.stage_skipped(k, n, stem, record["seconds"])
-        return record["seconds"], True
-
-    home = request.run_dir or root / "runs"
-    with (
-        contextlib.nullcontext()
-        if request.force
-        else locks.sole(home, cache.work_of(folder, parts), terminal.say)
+    def __init__(
+        self, run: RunFolder, command: Command, root: Path, terminal: Terminal, threads: int = 0
     ):
-        others = [] if request.force else _stages_elsewhere(job, stem, home)
-        if (other := cache.twin(folder, others, parts)) and (
-            record := cache.adopt(folder, other, parts)
-        ):
-            executed.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(other.parent / "executed" / notebook.name, executed)
-            provenance.update(
-                job.run_dir, job.experiment, job.domain, str(request.params), stem, record, root
-            )
-            terminal.stage_skipped(k, n, stem, record["seconds"], other.parent)
-            return record["seconds"], True
-        hold_stage(job.run_dir, stem)
-        if cache.begin(folder, parts, fresh=request.force):
+        self.folder, self.experiment, self.domain = run.run_dir, run.experiment, run.domain
+        self.notebooks, self.label = run.notebooks, run.label
+        self.force, self.parameter_file = command.force, str(command.params)
+        self.home = command.run_dir or root / "runs"  # of the runs to take stages over from
+        self.root, self.terminal, self.threads = root, terminal, threads
+
+    def run(self) -> None:
+        """Run the stages that have no valid result yet, and show the summary."""
+        self.terminal.say(f"{self.label}: {self.folder}")
+        seconds = {}
+        for k, notebook in enumerate(self.notebooks, start=1):
+            seconds[notebook.stem] = self._stage(k, notebook)
+        self.terminal.summary(self.folder, seconds)
+
+    def _stage(self, k: int, notebook: Path) -> tuple[float, bool]:
+        """The k-th stage, counted from 1: its wall time, and whether an earlier result was
+        reused."""
+        stem, count = notebook.stem, len(self.notebooks)
+        folder = self.folder / stem
+        parts = receipts.fingerprint(self.experiment, notebook, self.domain, self.root / "alar")
+        reason = "forced" if self.force else receipts.reason_to_run(folder, parts)
+        # Readers and `--publish` want the executed notebook too, which lies outside the folder.
+        if not reason and not self._executed(notebook).exists():
+            reason = "its executed notebook is missing"
+        if not reason:
+            seconds = read_note(folder / RECEIPT)["seconds"]
+            self.terminal.stage_skipped(k, count, stem, seconds)
+            return seconds, True
+        with contextlib.ExitStack() as held:
+            if not self.force:
+                # Variants that begin alike reach a stage at the same time: one of them computes it
+                # and the others wait here, then take it over.
+                work = receipts.work_of(folder, parts)
+                held.enter_context(locks.same_work(self.home, work, self.terminal.say))
+                if taken := self._take_over(notebook, parts):
+                    other, receipt = taken
+                    self._note(stem, receipt)
+                    self.terminal.stage_skipped(k, count, stem, receipt["seconds"], other)
+                    return receipt["seconds"], True
+            receipt = self._execute(k, notebook, parts, reason)
+        self._note(stem, receipt)
+        return receipt["seconds"], False
+
+    def _take_over(
+        self, notebook: Path, parts: dict[str, Any]
+    ) -> tuple[Path, dict[str, Any]] | None:
+        """Copy the stage from a run that has finished the same work: (that run's folder, receipt).
+
+        Variants and experiments below `home` are looked at.
+        """
+        stem = notebook.stem
+        found = [
+            *self.home.glob(f"*/{self.domain}/{stem}"),
+            *self.home.glob(f"*/*/{self.domain}/{stem}"),
+        ]
+        page = Path("executed") / notebook.name
+        others = [folder for folder in sorted(found) if (folder.parent / page).exists()]
+        other = receipts.twin(self.folder / stem, others, parts)
+        receipt = receipts.take_over(self.folder / stem, other, parts) if other else None
+        if receipt is None:
+            return None
+        (self.folder / page).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(other.parent / page, self.folder / page)
+        return other.parent, receipt
+
+    def _execute(
+        self, k: int, notebook: Path, parts: dict[str, Any], reason: str
+    ) -> dict[str, Any]:
+        """Run the notebook; returns the stage's receipt."""
+        stem, terminal = notebook.stem, self.terminal
+        # Nobody may write into the folder while it is emptied; then the kernel takes the lock.
+        lock = lock_stage(self.folder, stem)
+        if receipts.begin(self.folder / stem, parts, fresh=self.force):
             reason = "resumed where it was interrupted"
-        flat = params.flatten(
-            job.experiment, notebook, domain=job.domain, run_dir=_portable(job.run_dir, root)
-        )
-        _write_flat(job.run_dir / "executed" / f"{stem}.params.yaml", notebook, flat, root)
-        let_go_of_stage(job.run_dir, stem)
-        terminal.stage_starts(k, n, stem, reason)
+        where = _portable(self.folder, self.root)
+        flat = params.flatten(self.experiment, notebook, domain=self.domain, run_dir=where)
+        self._write_flat(notebook, flat)
+        lock.release()
+        terminal.stage_starts(k, len(self.notebooks), stem, reason)
         began, outcome = time.time(), "failed"
-
-        def tick():
-            cache.note_inputs(folder, read_inputs(folder))
-            terminal.tick()
-
         try:
             execute(
                 notebook,
-                executed,
+                self._executed(notebook),
                 flat,
-                root=root,
-                threads=job.experiment.run.threads or threads,
+                root=self.root,
+                threads=self.experiment.run.threads or self.threads,
                 on_cell=terminal.cell,
                 on_progress=terminal.bar,
-                on_tick=tick,
+                on_tick=terminal.tick,
             )
             outcome = "done"
         except KeyboardInterrupt:
@@ -288,65 +234,36 @@ def _stage(
             raise
         finally:
             terminal.stage_ends(outcome)
-        record = cache.finish(folder, parts, time.time() - began)
+        return receipts.finish(self.folder / stem, parts, time.time() - began)
+
+    def _executed(self, notebook: Path) -> Path:
+        return self.folder / "executed" / notebook.name
+
+    def _note(self, stem: str, receipt: dict[str, Any]) -> None:
         provenance.update(
-            job.run_dir, job.experiment, job.domain, str(request.params), stem, record, root
+            self.folder, self.experiment, self.domain, self.parameter_file, stem, receipt, self.root
         )
-        return record["seconds"], False
+
+    def _write_flat(self, notebook: Path, flat: dict[str, Any]) -> None:
+        """The stage's parameters as a file that plain papermill takes."""
+        path = self._executed(notebook).with_suffix(".params.yaml")
+        shown = _portable(notebook, self.root), _portable(path, self.root)
+        text = f"# papermill {shown[0]} out.ipynb -f {shown[1]}\n"
+        text += yaml.safe_dump(flat, sort_keys=False, allow_unicode=True)
+        with replacing(path) as aside:
+            aside.write_text(text, encoding="utf-8")
 
 
-def _stages_elsewhere(job: _Job, stem: str, home: Path) -> list[Path]:
-    """The same stage in the run folders of other variants and experiments below `home`, those with
-    its executed notebook."""
-    found = [*home.glob(f"*/{job.domain}/{stem}"), *home.glob(f"*/*/{job.domain}/{stem}")]
-    return [
-        folder
-        for folder in sorted(found)
-        if (folder.parent / "executed" / f"{stem}.ipynb").exists()
-    ]
-
-
-def _choose(
-    available: list[Path], only: tuple[str, ...], start: str, limited: tuple[str, ...], domain: str
-) -> tuple[Path, ...]:
-    def check(given):
-        if not any(_is(notebook, given) for notebook in available):
-            raise NotebookError(
-                f"no notebook has the number {given!r}; there are "
-                + ", ".join(notebook.stem for notebook in available)
-            )
-
-    for given in (*only, *limited, *filter(None, [start])):
-        check(given)
-    chosen = [n for n in available if not limited or any(_is(n, given) for given in limited)]
-    if only:
-        chosen = [n for n in chosen if any(_is(n, given) for given in only)]
-    elif not limited:
-        chosen = [n for n in chosen if n.stem not in ON_REQUEST or _is(n, start)]
-    if start:
-        first = next(i for i, n in enumerate(available) if _is(n, start))
-        chosen = [n for n in chosen if n in available[first:]]
-    return tuple(n for n in chosen if domain == "search" or n.stem not in SEARCH_ONLY)
-
-
-def _is(notebook: Path, given: str) -> bool:
-    return given in (notebook.stem, notebook.name) or (
-        given.isdigit() and notebook.name[:2] == given.zfill(2)
-    )
-
-
-def _list(job: _Job, root: Path, terminal: Terminal) -> None:
-    terminal.say(f"{job.label}: {job.run_dir}")
-    for notebook in job.notebooks:
-        folder = job.run_dir / notebook.stem
-        reason = cache.reason_to_run(
-            folder, cache.fingerprint(job.experiment, notebook, job.domain, root / "alar")
-        )
-        record = None if reason else cache.read_record(folder / FINISHED)
-        terminal.say(
-            f"  {notebook.stem:<22}"
-            + (f"to run: {reason}" if reason else f"finished ({duration(record['seconds'])})")
-        )
+def _list(run: RunFolder, root: Path, terminal: Terminal) -> None:
+    terminal.say(f"{run.label}: {run.run_dir}")
+    for notebook in run.notebooks:
+        folder = run.run_dir / notebook.stem
+        parts = receipts.fingerprint(run.experiment, notebook, run.domain, root / "alar")
+        if reason := receipts.reason_to_run(folder, parts):
+            state = f"to run: {reason}"
+        else:
+            state = f"finished ({duration(read_note(folder / RECEIPT)['seconds'])})"
+        terminal.say(f"  {notebook.stem:<22}{state}")
 
 
 @contextlib.contextmanager
@@ -367,20 +284,7 @@ def _ending_on_terminate() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _write_flat(path: Path, notebook: Path, flat: dict, root: Path) -> None:
-    with replacing(path) as aside:
-        aside.write_text(
-            f"# papermill {_portable(notebook, root)} out.ipynb -f {_portable(path, root)}\n"
-            + yaml.safe_dump(flat, sort_keys=False, allow_unicode=True),
-            encoding="utf-8",
-        )
-
-
-def _portable(run_dir: Path, root: Path) -> str:
-    """Relative to the repository if inside it, so that a run folder can move with the repository."""
-    run_dir = run_dir.resolve()
-    return (
-        run_dir.relative_to(root.resolve()).as_posix()
-        if run_dir.is_relative_to(root.resolve())
-        else str(run_dir)
-    )
+def _portable(path: Path, root: Path) -> str:
+    """Relative to the repository if inside it, so that a run can move with the repository."""
+    path, root = path.resolve(), root.resolve()
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)

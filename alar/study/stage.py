@@ -6,15 +6,15 @@
         report({"step": step, "loss": loss})
 
 The same calls work by hand in JupyterLab, under papermill and under `run_all.py`. Each file that
-`input` hands out is noted in `inputs.json`; with the code and the parameters these notes decide
-whether a finished stage may be reused (`alar.study.cache`). A stage that can resume writes its
-state with `save_resume`; everything else starts from an empty folder.
+`input` hands out is noted with its content in `.inputs.json`; with the code and the parameters
+these notes decide whether a finished stage may be reused (`alar.study.receipts`). A stage that can
+resume keeps its state in its subfolder `resume`; every other stage starts from an empty folder.
 """
 
 import contextlib
 import json
+import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,15 +23,14 @@ from typing import Any
 import filelock
 
 from alar.files import append_jsonl, write_json
+from alar.store import RECEIPT, content
 
 # A channel set by the runner for its kernels, not a parameter: where `progress` reports instead of
 # drawing.
 PROGRESS_CHANNEL = "ALAR_PROGRESS"
-FINISHED, UNFINISHED, INPUTS, RESUME = "stage.json", ".unfinished.json", ".inputs.json", "resume"
-LOCKS = ".locks"
+UNFINISHED, INPUTS, LOCKS = ".unfinished.json", ".inputs.json", ".locks"
 
 _held: dict[Path, filelock.BaseFileLock] = {}  # one lock per stage folder, until this process ends
-_asked: dict[Path, set[str]] = {}  # what this process asked for, per stage folder
 
 
 class RunError(RuntimeError):
@@ -39,27 +38,15 @@ class RunError(RuntimeError):
 
 
 def open_stage(name: str, run_dir: str | Path, *, report_to: str = "none") -> "Stage":
-    """Open the folder of one stage, `run_dir/name`, for this process. Relative folders belong to
-    the repository."""
-    return Stage(name, resolve(run_dir), report_to)
+    """Open the folder of one stage, `run_dir/name`, for this process."""
+    return Stage(name, in_repository(run_dir), report_to)
 
 
-def resolve(path: str | Path) -> Path:
-    """An absolute path; a relative one is taken from the repository's root, wherever the notebook
+def in_repository(path: str | Path) -> Path:
+    """An absolute path; a relative one starts at the repository's root, wherever the notebook
     runs."""
     path = Path(path).expanduser()
     return path if path.is_absolute() else repository() / path
-
-
-def scale_of(run_dir: Path) -> str:
-    """That a run's numbers are measured, and with how large a model where notebook 01 has noted it."""
-    noted = run_dir / "01_latent_model" / "model.json"
-    if not noted.exists():
-        return "measured"
-    return (
-        f"measured, {json.loads(noted.read_text(encoding='utf-8'))['parameters'] / 1e6:,.1f} M"
-        " parameters"
-    )
 
 
 def repository() -> Path:
@@ -81,48 +68,43 @@ class Stage:
         self.name, self.run_dir, self.report_to = name, run_dir, report_to
         self.folder = run_dir / name
         self.folder.mkdir(parents=True, exist_ok=True)
-        hold_stage(run_dir, name)
-        self._inputs = _asked.setdefault(self.folder, set())
+        if self.folder not in _held:  # else an earlier cell of the same notebook has opened it
+            _held[self.folder] = lock_stage(run_dir, name)
         self._reporter = None
-        self._note_inputs()
 
     def input(self, stage_name: str, file: str = "", *, required: bool = True) -> Path | None:
         """The file (or folder; "" = the whole folder) that an earlier stage of this run wrote.
 
         required=False gives None where it is missing; the stage runs again once it appears.
         """
-        folder = self.run_dir / stage_name
-        path = folder / file if file else folder
-        key = f"{stage_name}/{file}" if file else stage_name
-        remedy = (
-            f"the same command with --from {stage_name[:2]}, or notebook {stage_name[:2]} with"
-            f" run_dir = {str(self.run_dir)!r}"
-        )
-        if (folder / UNFINISHED).exists() and not (folder / FINISHED).exists():
-            if required:
-                raise RunError(
-                    f"{path}: stage {stage_name} was interrupted, so its files may be incomplete; "
-                    f"run it first: {remedy}"
-                )
-            path = None
-        elif not path.exists():
-            if required:
-                have = sorted(p.name for p in folder.glob("[!.]*")) if folder.is_dir() else []
-                raise RunError(
-                    f"{path} does not exist (stage {stage_name}"
-                    f" {'has ' + ', '.join(have) if have else 'has not run here'}); run it first:"
-                    f" {remedy}"
-                )
-            path = None
-        self._inputs.add(key)
-        self._note_inputs()
-        return path
+        path = self.run_dir / stage_name / file
+        problem = _missing(self.run_dir / stage_name, path)
+        if problem and required:
+            number = stage_name[:2]
+            raise RunError(
+                f"{problem}; run it first: the same command with --from {number}, "
+                f"or notebook {number} with run_dir = {str(self.run_dir)!r}"
+            )
+        name = f"{stage_name}/{file}" if file else stage_name
+        noted = read_inputs(self.folder)
+        noted[name] = content(path) if path.exists() else None
+        write_json(self.folder / INPUTS, dict(sorted(noted.items())))
+        return None if problem else path
+
+    def seconds(self, *names: str) -> float:
+        """What these stages of the run took in all, by their receipts; NaN if one has none."""
+        receipts = [read_note(self.run_dir / name / RECEIPT) for name in names]
+        return sum(receipt["seconds"] for receipt in receipts) if all(receipts) else math.nan
 
     @property
     def scale(self) -> str:
-        """What figures say of this run's numbers."""
-        self.input("01_latent_model", "model.json", required=False)
-        return scale_of(self.run_dir)
+        """What figures say of this run's numbers: that they are measured, and with how large a
+        model where notebook 01 has noted it."""
+        noted = self.input("01_latent_model", "model.json", required=False)
+        if noted is None:
+            return "measured"
+        millions = read_note(noted)["parameters"] / 1e6
+        return f"measured, {millions:,.1f} M parameters"
 
     def log(self, row: dict[str, Any], file: str = "metrics.jsonl") -> None:
         """Append one record to `folder/file`, and its numbers to TensorBoard or W&B if `report_to`
@@ -160,39 +142,26 @@ class Stage:
 
             yield report
 
-    def save_resume(self, write: Callable[[Path], None], step: int) -> None:
-        """Keep the state at `step`: `write(folder)` fills a fresh folder, which then replaces the
-        previous state."""
-        home = self.folder / RESUME
-        aside, final = home / f".writing-{step:08d}", home / f"{step:08d}"
-        for leftover in (aside, final):
-            shutil.rmtree(leftover, ignore_errors=True)
-        aside.mkdir(parents=True)
-        write(aside)
-        aside.rename(final)
-        for other in home.iterdir():
-            if other != final:
-                shutil.rmtree(other)
 
-    def resume_from(self) -> tuple[Path, int] | None:
-        """(folder, step) of the newest whole state, or None to start from the beginning."""
-        states = sorted((self.folder / RESUME).glob("[0-9]*"))
-        return (states[-1], int(states[-1].name)) if states else None
-
-    def _note_inputs(self) -> None:
-        write_json(self.folder / INPUTS, sorted(self._inputs))
+def _missing(folder: Path, path: Path) -> str:
+    """ "" if `path` is there and its stage was not interrupted, else what is wrong."""
+    if (folder / UNFINISHED).exists() and not (folder / RECEIPT).exists():
+        return f"{path}: stage {folder.name} was interrupted, so its files may be incomplete"
+    if path.exists():
+        return ""
+    there = ", ".join(sorted(entry.name for entry in folder.glob("[!.]*")))
+    found = f"has {there}" if there else "has not run here"
+    return f"{path} does not exist (stage {folder.name} {found})"
 
 
-def hold_stage(run_dir: Path, name: str, wait: float = 20.0) -> filelock.BaseFileLock:
-    """Make this process the only one that writes the stage; the system releases it when the process
-    ends.
+def lock_stage(run_dir: Path, name: str, wait: float = 20.0) -> filelock.BaseFileLock:
+    """Make this process the only one that writes the stage; the system releases the lock when the
+    process ends.
 
     The wait covers the second or two in which the kernel of a killed run notices that it is an
     orphan.
     """
     path = run_dir / LOCKS / name
-    if path in _held:
-        return _held[path]
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(path)
     try:
@@ -202,15 +171,32 @@ def hold_stage(run_dir: Path, name: str, wait: float = 20.0) -> filelock.BaseFil
             f"{run_dir / name} is in use by another process (a notebook that is still open?); "
             "shut its kernel down, or use another run_dir"
         ) from None
-    _held[path] = lock
     return lock
 
 
-def let_go_of_stage(run_dir: Path, name: str) -> None:
-    """Hand the stage over, from the runner to the kernel that it is about to start."""
-    lock = _held.pop(run_dir / LOCKS / name, None)
-    if lock is not None:
-        lock.release(force=True)
+def read_note(path: Path) -> dict[str, Any] | None:
+    """The JSON document in `path`, or None if there is none. Notes are written in one step, so a
+    broken one is an error."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise RunError(f"{path}: is not whole JSON ({error}); delete it and run again") from None
+
+
+def read_inputs(folder: Path) -> dict[str, str | None]:
+    """What the stage in `folder` asked for: "stage/file" → hash of its content, None if missing."""
+    return read_note(folder / INPUTS) or {}
+
+
+def changed_input(run_dir: Path, inputs: dict[str, str | None]) -> str:
+    """ "" if the inputs still have the content that was noted, else which one has not."""
+    for name, noted in inputs.items():
+        path = run_dir / name
+        if noted != (content(path) if path.exists() else None):
+            return f"input {name} changed"
+    return ""
 
 
 class progress:
@@ -303,9 +289,3 @@ def _reporter(report_to: str, run_dir: Path, name: str) -> Callable[[dict[str, f
         project="alar", name=f"{run_dir.parent.name}-{run_dir.name}-{name}", dir=str(run_dir)
     )
     return lambda numbers, step: run.log({**numbers, "step": step})
-
-
-def read_inputs(folder: Path) -> list[str]:
-    """The "stage/file" names that the stage in `folder` asked for the last time it ran."""
-    path = folder / INPUTS
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []

@@ -1,5 +1,5 @@
-"""What a run shows: stage k of n, the running cell, bars with the time left, and the summary at the
-end.
+"""What a run shows: stage k of n, the running cell, bars with the time left, and at the end the
+summary.
 
 In a terminal the current state is redrawn in place; in a log file a line appears when something
 begins or ends and at most every 30 seconds in between.
@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from alar.study.cache import outdated
+from alar.study.receipts import outdated
 
 LOG_EVERY = 30.0  # seconds
 SUMMARY = "summary.txt"
@@ -46,11 +46,9 @@ class Terminal:
     def stage_skipped(
         self, k: int, n: int, stem: str, seconds: float, source: Path | None = None
     ) -> None:
-        where = (
-            f"in {source}, from the same code, parameters and inputs"
-            if source
-            else "nothing it depends on has changed"
-        )
+        where = "nothing it depends on has changed"
+        if source:
+            where = f"in {source}, from the same code, parameters and inputs"
         self.say(f"[{k}/{n}] {stem}  finished earlier ({duration(seconds)}), {where}")
 
     def cell(self, k: int, n: int) -> None:
@@ -89,33 +87,26 @@ class Terminal:
         seconds: stage → (wall time, whether it was reused). The same text goes to
         `run_dir/summary.txt`.
         """
-        for part in self.write_summary(run_dir, seconds):
-            self.console.print(part)
+        for block in self.write_summary(run_dir, seconds):
+            self.console.print(block)
 
     def write_summary(
         self, run_dir: Path, seconds: dict[str, tuple[float, bool]]
     ) -> list[Table | Text]:
-        """Write `run_dir/summary.txt`; returns its parts."""
-        parts: list[Table | Text] = []
+        """Write `run_dir/summary.txt`; returns its blocks."""
+        blocks: list[Table | Text] = []
         results = run_dir / "06_benchmark_eval" / "summary.csv"
         if results.exists():
-            parts.append(results_table(results, outdated(results.parent)))
-        parts.append(times_table(seconds))
-        figures = sorted(
-            p for p in (run_dir / "07_figures").glob("**/*") if p.suffix in (".png", ".svg", ".pdf")
-        )
-        parts.append(
-            Text(
-                f"{len(figures)} figures in {run_dir / '07_figures'}"
-                if figures
-                else "no figures drawn"
-            )
-        )
+            blocks.append(results_table(results, outdated(results.parent)))
+        blocks.append(times_table(seconds))
+        drawn = run_dir / "07_figures"
+        figures = [path for path in drawn.rglob("*") if path.suffix in (".png", ".svg", ".pdf")]
+        blocks.append(Text(f"{len(figures)} figures in {drawn}" if figures else "no figures drawn"))
         with (run_dir / SUMMARY).open("w", encoding="utf-8") as stream:
             console = Console(file=stream, width=120)
-            for part in parts:
-                console.print(part)
-        return parts
+            for block in blocks:
+                console.print(block)
+        return blocks
 
 
 def bar_line(row: dict[str, Any], now: float, width: int = BAR_WIDTH) -> str:
@@ -127,21 +118,22 @@ def bar_line(row: dict[str, Any], now: float, width: int = BAR_WIDTH) -> str:
             full = round(width * min(done / total, 1))
             parts.append("█" * full + "░" * (width - full))
         parts.append(f"{done}/{total}")
-        parts.append(
-            f"{duration(elapsed / done * (total - done))} left" if done else "time left unknown"
-        )
+        left = f"{duration(elapsed / done * (total - done))} left" if done else "time left unknown"
+        parts.append(left)
     else:
         parts.append(str(done))
-    return "  ".join([*parts, row["note"]] if row["note"] else parts)
+    if row["note"]:
+        parts.append(row["note"])
+    return "  ".join(parts)
 
 
 def results_table(path: Path, change: str = "") -> Table:
     """`summary.csv` (over all question types) with 95 % intervals; `change`: what makes it the
     result of an earlier run."""
     title = "Test questions, greedy decoding, 95 % intervals"
-    table = Table(
-        title=f"{title}; of an earlier run: {change}" if change else title, title_justify="left"
-    )
+    if change:
+        title += f"; of an earlier run: {change}"
+    table = Table(title=title, title_justify="left")
     for name in ("system", "accuracy %", "tokens", "token reduction %", "latent share %"):
         table.add_column(name, justify="left" if name == "system" else "right")
     with path.open(newline="", encoding="utf-8") as stream:

@@ -29,7 +29,7 @@ from alar.records import read_trajectories
 from alar.rollout.codec import Codec
 from alar.study import params
 from alar.study.params.notebooks import declared_parameters
-from alar.study.stage import open_stage, repository, resolve
+from alar.study.stage import in_repository, open_stage, repository
 from alar.train.config import Aasd, Supervised, Warmup
 from alar.train.distributed import num_processes, rank
 from alar.train.examples import Example, aasd_examples, at_most, warmup_examples
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stage = open_stage(name, values["run_dir"], report_to=values["report_to"])
         stage.input(*INITIAL[name])
         stage.input("02_teacher_traces", "traces.jsonl")
-    run_dir = resolve(values["run_dir"])
+    run_dir = in_repository(values["run_dir"])
     model, tokenizer = load(
         run_dir.joinpath(*INITIAL[name]), num_latent=values.get("model_num_latent"), device="cpu"
     )

@@ -13,7 +13,7 @@ import pandas as pd
 
 from alar.engines.choice import opened_engine
 from alar.evaluate import statistics, tables
-from alar.methods.comparison import Comparison, Method
+from alar.methods.comparison import Method, MethodComparison
 from alar.methods.tokenskip.collect import cot_tokens
 from alar.methods.tokenskip.examples import conditioned
 from alar.rollout.engine import Engine
@@ -27,8 +27,8 @@ def method_at(ratio: float, checkpoint, scorer: str, kind: str = "standard", **c
     return Method(NAMES[kind], checkpoint, settings={"ratio": ratio, "scorer": scorer}, **costs)
 
 
-def measure(
-    comparison: Comparison,
+def measure_ratios(
+    comparison: MethodComparison,
     ratios: Sequence[float],
     checkpoint,
     scorer: str,
@@ -56,44 +56,42 @@ def measure(
             )
 
 
-def ratio_table(comparison: Comparison, *, resamples: int = 10_000, seed: int = 0) -> pd.DataFrame:
+def ratio_table(
+    comparison: MethodComparison, *, resamples: int = 10_000, seed: int = 0
+) -> pd.DataFrame:
     """`tables.RATIOS`: every ratio measured in this run, of both kinds of model. Intervals are
     bootstrapped over the questions."""
     answers, rows = comparison.answers(), []
     options = {"resamples": resamples, "seed": seed}
     for kind, name in NAMES.items():
-        for record in (record for record in comparison.records() if record["name"] == name):
-            found = answers[answers["system"] == record["label"]].sort_values("question_id")
+        for note in comparison.measured():
+            if note["name"] != name:
+                continue
+            found = answers[answers["system"] == note["label"]].sort_values("question_id")
             right = found.loc[found["correct"], "generated_tokens"]
             means = {
                 "accuracy": statistics.bootstrap_mean(found["correct"].astype(float), **options),
                 "think_tokens": statistics.bootstrap_mean(found["cot_tokens"], **options),
-                "correct_tokens": (
-                    statistics.bootstrap_mean(right, **options)
-                    if len(right)
-                    else statistics.Estimate(*[float("nan")] * 3)
-                ),
+                "correct_tokens": statistics.Estimate(*[float("nan")] * 3),  # where no answer is correct
             }
-            intervals = {}
-            for key, mean in means.items():
-                intervals |= mean.columns(key)
-            about = {
+            if len(right):
+                means["correct_tokens"] = statistics.bootstrap_mean(right, **options)
+            row = {
                 "model": kind,
-                "scorer": record["settings"]["scorer"],
-                "ratio": record["settings"]["ratio"],
+                "scorer": note["settings"]["scorer"],
+                "ratio": note["settings"]["ratio"],
                 "n": len(found),
             }
-            rows.append(about | intervals | {"generated_tokens": found["generated_tokens"].mean()})
+            for column, mean in means.items():
+                row |= mean.columns(column)
+            rows.append(row | {"generated_tokens": found["generated_tokens"].mean()})
     table = pd.DataFrame(rows, columns=list(tables.RATIOS.columns))
-    return tables.read(
-        table.sort_values(["model", "scorer", "ratio"], ascending=[False, True, False]),
-        tables.RATIOS,
-    )
+    table = table.sort_values(["model", "scorer", "ratio"], ascending=[False, True, False])
+    return tables.read(table, tables.RATIOS)
 
 
-def readable(table: pd.DataFrame) -> pd.DataFrame:
+def readable_ratios(table: pd.DataFrame) -> pd.DataFrame:
     """`tables.RATIOS` with the report's column names, each value followed by its interval."""
-
     return pd.DataFrame(
         {
             "model": table["model"],

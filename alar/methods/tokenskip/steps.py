@@ -1,9 +1,8 @@
-"""Steps of the notebook, each with a file of its own: taken over where they are finished, repeated
-where they are not.
+"""Steps of notebook 12, each with a file of its own: those that are finished are not done again.
 
     steps = Steps(stage, settings, skip=["collect", "compress"],
-    reuse_from="runs/laptop/search/12_tokenskip") collected = steps.run("collect", lambda path:
-    write_trajectories(path, collect()))
+                  reuse_from="runs/laptop/search/12_tokenskip")
+    collected = steps.run("collect", lambda path: write_trajectories(path, collect()))
 
 A step in `skip` is copied from `reuse_from`, the folder of an earlier run of the notebook. Without
 that, a stage that was interrupted goes on behind its last finished step, if `settings` are the
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from alar.files import write_json
-from alar.study.stage import Stage, resolve
+from alar.store import RESUME, Store, content, key, remove, whole
 
 FILES = {
     "collect": "collected.jsonl",
@@ -28,17 +27,19 @@ FILES = {
     "prepare": "examples.jsonl",
     "train": "checkpoint",
 }
-RECORD = "steps.json"
+SECONDS = "steps.json"
 
 
 class Steps:
-    """`seconds` holds what each step took, in the run that did it. Raises ValueError for names that
-    are no steps, and for `skip` without a folder; FileNotFoundError where that folder lacks a step.
+    """`seconds` holds what each step took, in the run that did it.
+
+    stage: the notebook's `alar.study.stage.Stage`. Raises ValueError for names that are no steps,
+    and for `skip` without a folder; FileNotFoundError where that folder lacks a step.
     """
 
     def __init__(
         self,
-        stage: Stage,
+        stage,
         settings: Mapping[str, Any],
         *,
         skip: Sequence[str] = (),
@@ -54,37 +55,35 @@ class Steps:
                 "tokenskip.skip names finished steps: say in tokenskip.reuse_from which folder"
                 " holds them"
             )
-        self.stage, self.skip, self.source = (
-            stage,
-            set(skip),
-            resolve(reuse_from) if reuse_from else None,
-        )
-        taken = {"skip": sorted(self.skip), "reuse_from": str(self.source or "")}
-        self.settings = json.loads(json.dumps({**settings, **taken}))
+        self.folder, self.skip, self.source = stage.folder, set(skip), Path(reuse_from)
+        # What is kept here lets the stage go on after a kill, and is removed when it is finished.
+        self.store = Store(stage.folder / RESUME)
+        self.ingredients = [dict(settings), sorted(self.skip), str(reuse_from)]
         self.seconds: dict[str, float] = {}
-        found = stage.resume_from()
-        before = json.loads((found[0] / RECORD).read_text(encoding="utf-8")) if found else {}
-        self.finished = before["seconds"] if before.get("settings") == self.settings else {}
 
     def run(self, name: str, make: Callable[[Path], Any]) -> Path:
-        """The step's file or folder; `make(path)` writes it, in one step, if it has to be made."""
-        path = self.stage.folder / FILES[name]
+        """The step's file or folder; `make(path)` writes it if it has to be made."""
+        path = self.folder / FILES[name]
+        # The steps before belong to the ingredients: what follows from another one is made anew.
+        receipt = key(f"{name}.json", self.ingredients)
+        finished = self.store.get(receipt)
+        note = json.loads(finished.read_text(encoding="utf-8")) if finished else {}
         if name in self.skip:
             self._copy(name, path)
             print(f"{name}: taken from {self.source.name}")
-        elif name in self.finished and path.exists():
-            self.seconds[name] = self.finished[name]
+        elif note and path.exists() and content(path) == note["content"]:
+            self.seconds[name] = note["seconds"]
             print(f"{name}: finished before the interruption")
         else:
-            self.finished = {}  # what follows from this step is made anew too
             started = time.perf_counter()
-            make(path)
+            with whole(path) as aside:
+                make(aside)
             self.seconds[name] = time.perf_counter() - started
-        record = {"settings": self.settings, "seconds": self.seconds}
-        self.stage.save_resume(
-            lambda folder: write_json(folder / RECORD, record), len(self.seconds)
-        )
-        write_json(self.stage.folder / RECORD, record)
+        made = content(path)
+        self.ingredients.append(made)
+        with self.store.writing(receipt) as aside:
+            write_json(aside, {"content": made, "seconds": self.seconds[name]})
+        write_json(self.folder / SECONDS, {"seconds": self.seconds})
         return path
 
     def _copy(self, name: str, path: Path) -> None:
@@ -95,11 +94,11 @@ class Steps:
                 " tokenskip.skip"
             )
         if origin.resolve() != path.resolve():
+            remove(path)
             if origin.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
                 shutil.copytree(origin, path)
             else:
                 shutil.copyfile(origin, path)
-        record = self.source / RECORD
-        known = json.loads(record.read_text(encoding="utf-8"))["seconds"] if record.exists() else {}
+        noted = self.source / SECONDS
+        known = json.loads(noted.read_text(encoding="utf-8"))["seconds"] if noted.exists() else {}
         self.seconds[name] = known.get(name, float("nan"))

@@ -23,7 +23,7 @@ from alar.study.params import DATA_FILES, ParameterError
 from alar.study.params.files import did_you_mean
 from alar.study.params.notebooks import NotebookError
 from alar.study.params.sections import Experiment
-from alar.study.runner import Request, plan
+from alar.study.selection import Command, run_folders
 
 CPU_PARAMETERS = 20_000_000  # above this a CPU would need days: a GPU is asked for
 USUAL_GPU = 80 * GIB  # what is asked for where no GPU is found
@@ -40,26 +40,26 @@ class Row:
 
 
 def main(
-    request: Request,
+    command: Command,
     *,
     root: Path,
     notebooks_dir: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Check a request; returns the exit code."""
+    """Check a command; returns the exit code."""
     absent: list[tuple[str, str, str]] = []
     try:
-        jobs = plan(request, root, notebooks_dir or root / "notebooks", absent=absent)
+        runs = run_folders(command, root, notebooks_dir or root / "notebooks", absent=absent)
     except (ParameterError, NotebookError) as error:
         say(str(error))
         return 2
     missing: list[Row] = []
-    for job in jobs:
-        stages = frozenset(notebook.name[:2] for notebook in job.notebooks)
+    for run in runs:
+        stages = frozenset(notebook.name[:2] for notebook in run.notebooks)
         rows = check(
-            job.experiment, job.domain, stages, root=root, run_dir=job.run_dir, absent=absent
+            run.experiment, run.domain, stages, root=root, run_dir=run.run_dir, absent=absent
         )
-        say(f"{job.label}, notebooks {', '.join(sorted(stages))}")
+        say(f"{run.label}, notebooks {', '.join(sorted(stages))}")
         for row in rows:
             say(f"  {row.subject:<10}{'MISSING' if row.remedy else 'ok':<9}{row.text}")
         missing += [row for row in rows if row.remedy and row not in missing]

@@ -7,10 +7,11 @@ see the same plain values.
 
 import ast
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from alar.store import imports
 
 
 class NotebookError(ValueError):
@@ -117,25 +118,6 @@ def imported_modules(sources: list[str], where: str | Path) -> set[str]:
             raise NotebookError(
                 f"{where}: a code cell does not parse: {error.msg}: {error.text}"
             ) from None
-    return names
-
-
-def imports(tree: ast.AST, package: str) -> set[str]:
-    """Dotted names imported anywhere in a module; `package` resolves relative imports."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*parents, *([base] if base else [])])
-            names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            # importlib.import_module("alar.x") and lazy tables of module names
-            if re.fullmatch(r"alar(\.[a-z_]\w*)+", node.value):
-                names.add(node.value)
     return names
 
 

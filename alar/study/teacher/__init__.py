@@ -2,9 +2,9 @@
 learns from.
 
     python -m alar.study.teacher sample data/toolmind traces --student FOLDER --shard 1/4
-    python -m alar.study.teacher sample data/toolmind traces --student FOLDER --endpoint
-    http://127.0.0.1:8000/v1 --model NAME python -m alar.study.teacher merge traces -o
-    runs/paper/tool/02_teacher_traces/traces.jsonl
+    python -m alar.study.teacher sample data/toolmind traces --student FOLDER \\
+        --endpoint http://127.0.0.1:8000/v1 --model NAME
+    python -m alar.study.teacher merge traces -o runs/paper/tool/02_teacher_traces/traces.jsonl
 
 As published, every row is one trajectory of one turn: ToolMind's rows are prefixes of
 conversations, one per assistant turn, so that the earlier calls and all their responses stand in
@@ -14,9 +14,10 @@ calls get the recorded responses (`alar.domains.tool.replay`). A trajectory is k
 at least 1.5, is well formed and reasons in text.
 
 A shard holds the requests whose split key, the hash of first user message and functions, falls to
-it: the rows of one conversation never part. Every `part` requests are written as one file, in one
-step; sampling starts afresh with every part, so that an interrupted shard which is started again
-goes on to the same results. `merge` refuses what does not belong together.
+it: the rows of one conversation never part. Its folder is a store (`alar.store`) of chunks, each of
+`chunk` requests; sampling starts afresh with every chunk, so that an interrupted shard which is
+started again goes on to the same results. `shard.json`, written last, says what the finished shard
+consists of. `merge` refuses what does not belong together.
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ from alar.domains.tool.replay import ReplayEnvironment
 from alar.domains.tool.toolmind import SPLITS, SUCCESS, Loaded, ToolMindRow, load_rows, split_of
 from alar.domains.tool.toolmind_files import read_records, toolmind_files
 from alar.engines.endpoint import EndpointEngine
-from alar.files import read_jsonl, write_json, write_jsonl
+from alar.files import write_json, write_jsonl
 from alar.records import Trajectory
 from alar.rollout.engine import Engine, Sampling
 from alar.rollout.loop import run
-from alar.study.parts import files_identity, same_settings
+from alar.store import Store, content, digest, key
 
 ROWS_OF_A_SHARD = 2**24  # more than there are: the random draws of no two requests are the same
+BEHIND_PROMPT = 32  # positions kept free between the prompt and the limit of new tokens
 TOO_LONG = "the prompt is longer than the model's context"
+SHARD_RECEIPT = "shard.json"
 
 
 @dataclass(frozen=True)
@@ -91,18 +94,18 @@ class Plan:
     max_turns: int = 8  # of a whole episode
     context: int = 32768
     seed: int = 0
-    part: int = 1024
+    chunk: int = 1024
 
     def __post_init__(self):
         if self.split not in (*(name for name, _ in SPLITS), "train"):
             raise ValueError(
                 f"split {self.split!r}: expected train, {', '.join(name for name, _ in SPLITS)}"
             )
-        if self.part < 1 or self.questions < 0 or self.max_turns < 1:
-            raise ValueError(f"{self}: expected part ≥ 1, max_turns ≥ 1 and questions ≥ 0")
+        if self.chunk < 1 or self.questions < 0 or self.max_turns < 1:
+            raise ValueError(f"{self}: expected chunk ≥ 1, max_turns ≥ 1 and questions ≥ 0")
 
 
-def requests(source: str | Path, plan: Plan, shard: Shard = Shard()) -> Loaded:
+def shard_requests(source: str | Path, plan: Plan, shard: Shard = Shard()) -> Loaded:
     """A shard's requests, ordered by their content's hash, whatever the order of the files."""
     asked: set[str] = set()  # ids in all shards
 
@@ -114,13 +117,11 @@ def requests(source: str | Path, plan: Plan, shard: Shard = Shard()) -> Loaded:
 
     loaded = load_rows(read_records(toolmind_files(source)), whole=plan.whole, wanted=wanted)
     chosen = set(sorted(asked)[: plan.questions or None])
-    return Loaded(
-        sorted((row for row in loaded.rows if row.id in chosen), key=lambda row: row.id),
-        loaded.skipped,
-    )
+    rows = [row for row in loaded.rows if row.id in chosen]
+    return Loaded(sorted(rows, key=lambda row: row.id), loaded.skipped)
 
 
-def sample(
+def sample_shard(
     engine: Engine,
     source: str | Path,
     folder: str | Path,
@@ -134,51 +135,48 @@ def sample(
     """Roll out and score the requests of one shard into a folder of its own below `folder`; returns
     that folder.
 
-    `teacher` says what the engine's model is, as JSON; it belongs to the settings of the results.
-    What is there already is not asked for again. Raises ValueError if the folder holds results of
-    other settings or data.
+    `teacher` says what the engine's model is, as JSON. What the same teacher has answered already,
+    with the same plan and data, is not asked for again.
     """
-    place, loaded = Path(folder) / shard.folder, requests(source, plan, shard)
+    loaded = shard_requests(source, plan, shard)
+    rows = loaded.rows
     recoded = isinstance(engine, EndpointEngine)
+    files = toolmind_files(source)
     settings = asdict(plan) | {
         "teacher": teacher,
-        "data": files_identity(toolmind_files(source)),
+        "data": digest([[file.name, content(file)] for file in files]),
         "shard": str(shard),
+        "tokens": "encoded again" if recoded else "sampled",
     }
-    same_settings(
-        place / "settings.json", settings | {"tokens": "encoded again" if recoded else "sampled"}
-    )
-    starts = range(0, len(loaded.rows), plan.part)
-    for start in progress(starts):
-        path, rows = place / f"part-{start:08d}.jsonl", loaded.rows[start : start + plan.part]
-        if path.exists():
-            if [record["id"] for record in read_jsonl(path)] != [row.id for row in rows]:
-                raise ValueError(f"{path}: holds other requests than this part has; remove it")
-            continue
-        if hasattr(engine, "reset"):
-            engine.reset()  # what earlier parts left in the cache would change the rounding
-        first = shard.index * ROWS_OF_A_SHARD + start
-        write_jsonl(path, _answered(engine, rows, plan, first, batch_size))
-    written = {path.name for path in place.glob("part-*.jsonl")}
-    if surplus := written - {f"part-{start:08d}.jsonl" for start in starts}:
-        raise ValueError(
-            f"{place}: {', '.join(sorted(surplus))} are no parts of this shard; remove them"
-        )
-    write_json(place / "done.json", {"requests": len(loaded.rows), "skipped": dict(loaded.skipped)})
-    return place
+    store, chunks = Store(Path(folder) / shard.folder), []
+    for start in progress(range(0, len(rows), plan.chunk)):
+        asked = rows[start : start + plan.chunk]
+        ids = [row.id for row in asked]
+        chunk = key(f"chunk-{start:08d}.jsonl", {**settings, "ids": ids})
+        if store.get(chunk) is None:
+            if hasattr(engine, "reset"):
+                engine.reset()  # what earlier chunks left in the cache would change the rounding
+            first = shard.index * ROWS_OF_A_SHARD + start
+            with store.writing(chunk) as aside:
+                write_jsonl(aside, _answered(engine, asked, plan, first, batch_size))
+        chunks.append(chunk)
+    receipt = {"settings": settings, "requests": len(rows), "skipped": dict(loaded.skipped)}
+    write_json(store.folder / SHARD_RECEIPT, receipt | {"chunks": chunks})
+    return store.folder
 
 
 def _answered(
     engine: Engine, rows: Sequence[ToolMindRow], plan: Plan, first: int, batch_size: int
 ) -> list[dict]:
-    """One record per request: `score`, the `reason` why it is dropped, and the trajectory if it is
-    kept."""
+    """One line per request: `score`, the `reason` why it is dropped, and the trajectory if it is
+    kept. `first` is the number of the first request, which its random draws follow."""
     questions = [row.request.question(row.id, world="toolmind") for row in rows]
-    room = plan.context - plan.max_new_tokens - 32
+    room = plan.context - plan.max_new_tokens - BEHIND_PROMPT
     short = [len(engine.codec.encode(TOOL.prompt(question))) <= room for question in questions]
-    environment = (
-        ReplayEnvironment(rows) if plan.whole else ToolEnvironment(execute=False, judge="toolmind")
-    )
+    if plan.whole:
+        environment, max_turns = ReplayEnvironment(rows), plan.max_turns
+    else:
+        environment, max_turns = ToolEnvironment(execute=False, judge="toolmind"), 1
     trajectories = iter(
         run(
             [question for question, fits in zip(questions, short) if fits],
@@ -186,15 +184,15 @@ def _answered(
             environment,
             Sampling(plan.max_new_tokens, plan.temperature, plan.top_p, stop=environment.stop),
             modes=plan.mode,
-            max_turns=plan.max_turns if plan.whole else 1,
+            max_turns=max_turns,
             batch_size=batch_size,
             seed=plan.seed,
             first_row=first,
         )
     )
-    records, number = [], first
+    lines, number = [], first
     for row, fits in zip(rows, short):
-        record = {
+        line = {
             "id": row.id,
             "score": None,
             "reason": TOO_LONG,
@@ -202,20 +200,18 @@ def _answered(
             "trajectory": None,
         }
         if fits:
-            trajectory, problem = (
-                next(trajectories),
-                getattr(engine, "problems", {}).get(number, ""),
-            )
+            trajectory = next(trajectories)
+            problem = getattr(engine, "problems", {}).get(number, "")
             score, number = toolmind_score(trajectory), number + 1
             reason = problem or why_dropped(trajectory, score)
-            record |= {
+            line |= {
                 "score": score,
                 "reason": reason,
                 "generated_tokens": trajectory.generated_tokens,
+                "trajectory": None if reason else trajectory.to_json(),
             }
-            record["trajectory"] = None if reason else trajectory.to_json()
-        records.append(record)
-    return records
+        lines.append(line)
+    return lines
 
 
 def why_dropped(trajectory: Trajectory, score: float) -> str:

@@ -1,7 +1,8 @@
 """The commands of `alar.study.teacher`: `sample` one shard, `merge` all of them.
 
-    python -m alar.study.teacher sample data/toolmind traces --student Qwen/Qwen3-4B-Thinking-2507
-    --engine vllm --shard 1/8 python -m alar.study.teacher merge traces -o traces.jsonl
+    python -m alar.study.teacher sample data/toolmind traces \\
+        --student Qwen/Qwen3-4B-Thinking-2507 --engine vllm --shard 1/8
+    python -m alar.study.teacher merge traces -o traces.jsonl
 
 With --endpoint the teacher is the model NAME of any OpenAI-compatible server; the student then only
 lends its tokenizer and its number of positions. The server's key is read from the environment
@@ -25,8 +26,8 @@ from alar.engines.tool_chat import tool_chat
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Engine
 from alar.rollout.loop import MODES
-from alar.study.parts import checkpoint_identity
-from alar.study.teacher import Plan, Shard, sample
+from alar.store import checkpoint_content
+from alar.study.teacher import Plan, Shard, sample_shard
 from alar.study.teacher.merging import merge
 
 
@@ -57,7 +58,7 @@ def _sample(options: argparse.Namespace):
         options.context = AutoConfig.from_pretrained(options.student).max_position_embeddings
     plan = Plan(**{field.name: getattr(options, field.name) for field in fields(Plan)})
     with opened_teacher(options) as (engine, teacher):
-        return sample(
+        return sample_shard(
             engine,
             options.source,
             options.folder,
@@ -65,7 +66,7 @@ def _sample(options: argparse.Namespace):
             teacher=teacher,
             shard=Shard.of(options.shard),
             batch_size=options.batch_size,
-            progress=lambda parts: tqdm(parts, unit="part"),
+            progress=lambda chunks: tqdm(chunks, unit="chunk"),
         )
 
 
@@ -74,7 +75,7 @@ def opened_teacher(options: argparse.Namespace) -> Iterator[tuple[Engine, dict]]
     """The engine that the options name, and what its model is."""
     if not options.endpoint:
         with opened_engine(options.student, options.engine) as engine:
-            yield engine, {"checkpoint": checkpoint_identity(options.student)}
+            yield engine, {"checkpoint": checkpoint_content(options.student)}
         return
     from transformers import AutoTokenizer
 
@@ -97,7 +98,7 @@ def opened_teacher(options: argparse.Namespace) -> Iterator[tuple[Engine, dict]]
             {
                 "model": options.model,
                 "extra": options.extra,
-                "student": checkpoint_identity(options.student),
+                "student": checkpoint_content(options.student),
             },
         )
 
@@ -176,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
         "max_new_tokens",
         "max_turns",
         "seed",
-        "part",
+        "chunk",
     ):
         default = getattr(Plan, name)
         plan.add_argument(

@@ -1,4 +1,5 @@
-"""Shards of teacher rollouts made one: checked against each other, counted, and written as traces."""
+"""Makes one file of traces from the shards of teacher rollouts, after checking that they belong
+together."""
 
 from __future__ import annotations
 
@@ -11,8 +12,7 @@ from statistics import mean, median
 from alar.domains.tool.toolmind import SUCCESS
 from alar.files import read_jsonl, write_json
 from alar.records import Trajectory, write_trajectories
-from alar.study.parts import differences
-from alar.study.teacher import Shard
+from alar.study.teacher import SHARD_RECEIPT, Shard
 
 
 def merge(folders: Sequence[str | Path], output: str | Path) -> dict:
@@ -24,9 +24,10 @@ def merge(folders: Sequence[str | Path], output: str | Path) -> dict:
     different settings, and if nothing is kept.
     """
     shards = _shards(folders)
-    settings = json.loads((shards[0] / "settings.json").read_text(encoding="utf-8"))
+    first = next(iter(shards.values()))
     tally = _Tally()
     write_trajectories(output, tally.kept(shards))
+    settings = {name: value for name, value in first["settings"].items() if name != "shard"}
     summary = {
         "questions": len(tally.seen),
         "kept": len(tally.lengths),
@@ -34,15 +35,15 @@ def merge(folders: Sequence[str | Path], output: str | Path) -> dict:
         "generated_tokens": mean(tally.tokens),
         "median_think_length": float(median(tally.lengths)),
         "dropped": dict(tally.dropped.most_common()),
-        "skipped": json.loads((shards[0] / "done.json").read_text(encoding="utf-8"))["skipped"],
-        "settings": {key: value for key, value in settings.items() if key != "shard"},
+        "skipped": first["skipped"],
+        "settings": settings,
     }
     write_json(Path(output).with_name("teacher.json"), summary)
     return summary
 
 
 class _Tally:
-    """What is counted while the parts are read, one record at a time."""
+    """What is counted while the chunks are read, one line at a time."""
 
     def __init__(self):
         self.seen: dict[str, Path] = {}
@@ -51,24 +52,26 @@ class _Tally:
         self.lengths: list[int] = []  # think lengths of what is kept
         self.right = 0
 
-    def kept(self, shards: Sequence[Path]) -> Iterator[Trajectory]:
-        for place in shards:
+    def kept(self, shards: dict[Path, dict]) -> Iterator[Trajectory]:
+        for place, receipt in shards.items():
             before = len(self.seen)
-            for path in sorted(place.glob("part-*.jsonl")):
-                for record in read_jsonl(path):
-                    if record["id"] in self.seen:
+            for path in (place / chunk for chunk in receipt["chunks"]):
+                if not path.exists():
+                    raise ValueError(f"{path}: this chunk is missing; sample its shard again")
+                for line in read_jsonl(path):
+                    if line["id"] in self.seen:
                         raise ValueError(
-                            f"{path}: request {record['id']} is in {self.seen[record['id']]} too;"
+                            f"{path}: request {line['id']} is in {self.seen[line['id']]} too;"
                             " remove one of them"
                         )
-                    self.seen[record["id"]] = path
-                    if (trajectory := self._count(record)) is not None:
+                    self.seen[line["id"]] = path
+                    trajectory = self._count(line)
+                    if trajectory is not None:
                         yield trajectory
-            wanted = json.loads((place / "done.json").read_text(encoding="utf-8"))["requests"]
-            if len(self.seen) - before != wanted:
+            found = len(self.seen) - before
+            if found != receipt["requests"]:
                 raise ValueError(
-                    f"{place}: has {len(self.seen) - before} requests of {wanted}; parts are"
-                    " missing: sample it again"
+                    f"{place}: has {found} requests of {receipt['requests']}; sample it again"
                 )
         if not self.lengths:
             raise ValueError(
@@ -76,56 +79,56 @@ class _Tally:
                 f" {dict(self.dropped.most_common(5))}"
             )
 
-    def _count(self, record: dict) -> Trajectory | None:
-        self.right += record["score"] is not None and record["score"] >= SUCCESS
-        self.tokens.append(record["generated_tokens"])
-        if record["reason"]:
-            self.dropped[record["reason"].partition(" (")[0]] += 1
+    def _count(self, line: dict) -> Trajectory | None:
+        self.right += line["score"] is not None and line["score"] >= SUCCESS
+        self.tokens.append(line["generated_tokens"])
+        if line["reason"]:
+            self.dropped[line["reason"].partition(" (")[0]] += 1
             return None
-        trajectory = Trajectory.from_json(record["trajectory"])
+        trajectory = Trajectory.from_json(line["trajectory"])
         self.lengths.append(trajectory.think_length)
         return trajectory
 
 
-def _shards(folders: Sequence[str | Path]) -> list[Path]:
-    """All shards, in order, after comparing what they say of themselves."""
-    found: dict[Shard, Path] = {}
+def _shards(folders: Sequence[str | Path]) -> dict[Path, dict]:
+    """Folder → receipt of all shards, in order, after comparing what they say of themselves."""
+    found: dict[Shard, tuple[Path, dict]] = {}
     first: dict = {}
-    for folder in map(Path, folders):
-        for place in (
-            [folder] if (folder / "settings.json").exists() else sorted(folder.glob("shard-*"))
-        ):
-            path = place / "settings.json"
-            if not path.exists():
-                raise ValueError(
-                    f"{place}: has no settings.json; it is no shard, or sampling it never began"
-                )
-            settings = json.loads(path.read_text(encoding="utf-8"))
-            shard = Shard.of(settings.pop("shard"))
-            settings["shards"] = shard.count
-            first = first or settings
-            if different := differences(first, settings):
-                raise ValueError(
-                    f"{place}: sampled with other settings than {next(iter(found.values()))}:"
-                    f" {different}"
-                )
-            if shard in found:
-                raise ValueError(
-                    f"shard {shard} is there twice: {found[shard]} and {place}; give one of them"
-                )
-            if not (place / "done.json").exists():
-                raise ValueError(
-                    f"{place}: shard {shard} is not finished; sample it again with the same"
-                    " settings, and it goes on"
-                )
-            found[shard] = place
+    for place in _places(folders):
+        path = place / SHARD_RECEIPT
+        if not path.exists():
+            raise ValueError(
+                f"{place}: has no {SHARD_RECEIPT}, so this shard is not finished; sample it again"
+                " with the same settings, and it goes on"
+            )
+        receipt = json.loads(path.read_text(encoding="utf-8"))
+        shard = Shard.of(receipt["settings"]["shard"])
+        settings = receipt["settings"] | {"shard": "", "shards": shard.count}
+        first = first or settings
+        different = [name for name in settings if settings[name] != first.get(name)]
+        if different:
+            known = next(iter(found.values()))[0]
+            raise ValueError(
+                f"{place}: sampled with other settings than {known}: {', '.join(different)}"
+            )
+        if shard in found:
+            raise ValueError(
+                f"shard {shard} is there twice: {found[shard][0]} and {place}; give one of them"
+            )
+        found[shard] = place, receipt
     if not found:
         raise ValueError(f"{', '.join(map(str, folders))}: no shards here; `sample` writes them")
-    missing = [
-        str(shard)
-        for n in range(first["shards"])
-        if (shard := Shard(n + 1, first["shards"])) not in found
-    ]
+    every = [Shard(index, first["shards"]) for index in range(1, first["shards"] + 1)]
+    missing = [str(shard) for shard in every if shard not in found]
     if missing:
         raise ValueError(f"shards are missing: {', '.join(missing)}; sample them with --shard")
-    return [found[shard] for shard in sorted(found, key=lambda shard: shard.index)]
+    return dict(found[shard] for shard in every)
+
+
+def _places(folders: Sequence[str | Path]) -> list[Path]:
+    """The folders of shards: those given, or all below those given."""
+    places = []
+    for folder in map(Path, folders):
+        is_shard = folder.name.startswith("shard-") or (folder / SHARD_RECEIPT).exists()
+        places += [folder] if is_shard else sorted(folder.glob("shard-*"))
+    return places

@@ -1,0 +1,195 @@
+"""Finished work, done once: each result lies under a key that is made from all that decides it.
+
+    store = Store(folder)
+    name = key("multiple-00000.jsonl", {"checkpoint": content(checkpoint), "mode": "free"})
+    if store.get(name) is None:
+        with store.writing(name) as aside:
+            write_trajectories(aside, roll_out())
+
+Whoever has the same ingredients finds the result; with other ingredients the key is another one, so
+results are never mixed up and nothing has to be declared out of date. A result is written aside and
+renamed, so what `get` finds is always whole: a kill leaves nothing or the finished result. A long
+piece of work puts its shards into the store one by one and goes on behind the last one.
+
+What may decide a result: values (as JSON), files and folders (`content`) and code (`closure`).
+"""
+
+import ast
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).resolve().parent  # of `alar`
+# A stage's own notes, which are no part of what it computed; hidden files are not either.
+RECEIPT, RESUME = "stage.json", "resume"
+
+
+class Store:
+    """The results in one folder."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+
+    def get(self, key: str) -> Path | None:
+        """The finished file or folder, or None."""
+        path = self.folder / key
+        return path if path.exists() else None
+
+    def writing(self, key: str) -> contextlib.AbstractContextManager[Path]:
+        """A path to write a file or folder to; it becomes the result when the block ends well."""
+        return whole(self.folder / key)
+
+    def once(self, key: str, make: Callable[[Path], Any]) -> Path:
+        """The finished result; `make(path)` writes it if it is not there yet."""
+        if self.get(key) is None:
+            with self.writing(key) as aside:
+                make(aside)
+        return self.folder / key
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A path beside `path` for a file or a folder, which replaces `path` when the block ends well.
+
+    Folders cannot be replaced in one step: a kill in between leaves none, never half of one.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    remove(aside)  # of a killed process that had this number
+    try:
+        yield aside
+        if path.is_dir():
+            remove(path)
+        os.replace(aside, path)
+    finally:
+        remove(aside)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def key(name: str, ingredients: Any) -> str:
+    """`name` with a hash of the ingredients (JSON) before its suffix.
+
+    >>> key("answers.jsonl", {"mode": "free"})
+    'answers-061c9f0c66b0.jsonl'
+    """
+    path = Path(name)
+    return f"{path.stem}-{digest(ingredients)[:12]}{path.suffix}"
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a value as JSON, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def content(path: str | Path) -> str:
+    """Hash of a file, or of a folder's files and their names, without `is_note`."""
+    path = Path(path)
+    if path.is_file():
+        return file_hash(path)
+    lines = [f"{name} {file_hash(path / name)}\n" for name in file_names(path)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def checkpoint_content(checkpoint: str | Path) -> str:
+    """What decides a checkpoint's answers: the content of a folder, or the name of a hub model."""
+    return content(checkpoint) if Path(checkpoint).is_dir() else str(checkpoint)
+
+
+def file_names(folder: Path) -> list[str]:
+    """The files of a folder and its subfolders as relative names, without a stage's own notes."""
+    names = []
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder)
+        hidden = any(part.startswith(".") for part in relative.parts)
+        if path.is_file() and not hidden and relative.parts[0] not in (RECEIPT, RESUME):
+            names.append(relative.as_posix())
+    return names
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file's bytes; read again only if size, time of change or inode differ."""
+    stat = path.stat()  # a folder of checkpoints has gigabytes: hash each once in a process
+    return _file_hash(path, stat.st_size, stat.st_mtime_ns, stat.st_ino)
+
+
+@cache
+def _file_hash(path: Path, size: int, modified: int, inode: int) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def closure(modules: Iterable[str], package: Path = PACKAGE) -> dict[str, str]:
+    """Module or data file of the package → hash, for all that the given modules reach by imports.
+
+    Importing a.b.c runs the __init__ of a and a.b, so these belong to it. Data files belong to the
+    package whose folder they are in.
+    """
+    found: dict[str, str] = {}
+    waiting = list(modules)
+    while waiting:
+        name = waiting.pop()
+        parts = name.split(".")
+        folder = package.joinpath(*parts[1:])
+        source = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+        if parts[0] != package.name or name in found:
+            continue
+        waiting += [".".join(parts[:end]) for end in range(1, len(parts))]
+        if not source.is_file():
+            continue  # `from alar.x import function` names no module
+        found[name] = file_hash(source)
+        own_package = name if folder.is_dir() else name.rpartition(".")[0]
+        waiting += imports(ast.parse(source.read_bytes()), own_package)
+        if folder.is_dir():
+            found |= {f"{name}: {file}": file_hash(folder / file) for file in _data_files(folder)}
+    return dict(sorted(found.items()))
+
+
+def imports(tree: ast.AST, package: str) -> set[str]:
+    """Dotted names imported anywhere in a module: `from a import b` gives both a and a.b.
+
+    `package` resolves relative imports.
+    """
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                parents = parts[: len(parts) - node.level + 1]
+                base = ".".join([*parents, base]) if base else ".".join(parents)
+            names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            # importlib.import_module("alar.x") and tables of modules that are imported late
+            if re.fullmatch(r"alar(\.[a-z_]\w*)+", node.value):
+                names.add(node.value)
+    return names
+
+
+def _data_files(folder: Path) -> list[str]:
+    """Files of a package that are not Python, subfolders included unless they are packages."""
+    names = []
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder)
+        packages = [folder / parent / "__init__.py" for parent in relative.parents[:-1]]
+        cached = "__pycache__" in relative.parts
+        if path.is_dir() or path.suffix in (".py", ".pyc") or cached:
+            continue
+        if not any(init.exists() for init in packages):
+            names.append(relative.as_posix())
+    return names

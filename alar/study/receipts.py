@@ -1,0 +1,189 @@
+"""When a finished stage may be reused, and the receipt that marks it as finished.
+
+A stage writes into its own folder, which people read while it runs, and it asks for its inputs on
+the way. So its key cannot be known before; instead it leaves a receipt, `stage.json`, last and in
+one step: the fingerprint (code, parameters, versions), the content of the inputs that it asked for,
+and size and hash of every output. The stage is reused, here or by another run, only if all of that
+still holds. Whatever differs is named, so that a user sees why something runs again.
+"""
+
+import importlib.metadata
+import json
+import shutil
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from alar.files import write_json
+from alar.store import RECEIPT, RESUME, closure, content, digest, file_hash, file_names, remove
+from alar.study import params
+from alar.study.params import notebooks
+from alar.study.params.sections import Experiment, field_kind
+from alar.study.stage import UNFINISHED, changed_input, read_inputs, read_note
+
+NOT_IN_KEY = {("", "run_dir"), ("run", "report_to"), ("run", "threads")}  # where and how, not what
+
+
+def fingerprint(
+    experiment: Experiment, notebook: Path, domain: str, package: Path
+) -> dict[str, Any]:
+    """Everything but the inputs that decides what the stage computes, as name → short text or hash.
+
+    These are the notebook's code cells, its parameters (locations by content), the source and data
+    files of every `alar` module that it reaches, and the versions of torch and transformers.
+    package: the folder of the `alar` package that the kernel imports.
+    """
+    cells = notebooks.code(notebook)
+    modules = closure(notebooks.imported_modules(cells, notebook), package)
+    found = {f"cell {number}": digest(cell) for number, cell in enumerate(cells, start=1)}
+    found |= {f"module {name}": source for name, source in modules.items()}
+    for name, value in params.flatten(experiment, notebook, domain=domain).items():
+        section, key = params.origin(notebook, name)
+        if (section, key) in NOT_IN_KEY:
+            continue
+        located = bool(section) and field_kind(section, key).startswith("location")
+        found[f"parameter {name}"] = _by_content(value) if located else json.dumps(value)
+    for library in ("torch", "transformers"):
+        found[f"version of {library}"] = importlib.metadata.version(library)
+    return found
+
+
+def _by_content(value: str | list[str]) -> str:
+    """What a location, or a list of them, holds; names that are no files stand for themselves."""
+    if isinstance(value, list):
+        return json.dumps([_by_content(entry) for entry in value])
+    if value and Path(value).exists():
+        return f"content {content(value)}"
+    return json.dumps(value)
+
+
+def reason_to_run(folder: Path, parts: dict[str, Any]) -> str:
+    """ "" if the finished stage in `folder` still holds, else what is missing or has changed, in a
+    few words."""
+    receipt = read_note(folder / RECEIPT)
+    if receipt is None:
+        return "interrupted before" if (folder / UNFINISHED).exists() else "not run yet"
+    return (
+        _difference(receipt["fingerprint"], parts)
+        or changed_input(folder.parent, receipt["inputs"])
+        or _changed_output(folder, receipt)
+    )
+
+
+def outdated(folder: Path) -> str:
+    """ "" unless an input of the finished stage in `folder` has changed since; then which one."""
+    receipt = read_note(folder / RECEIPT)
+    return changed_input(folder.parent, receipt["inputs"]) if receipt else ""
+
+
+def work_of(folder: Path, parts: dict[str, Any]) -> str:
+    """A name for what the stage in `folder` would do: equal wherever the same stage follows earlier
+    ones with equal results."""
+    earlier = []
+    for other in sorted(folder.parent.glob("[0-9]*")):
+        receipt = read_note(other / RECEIPT) if other.name < folder.name else None
+        if receipt:
+            earlier.append(receipt["outputs"])
+    # Inputs are not known yet, but they are outputs of earlier stages.
+    return f"{folder.name}-{digest([parts, earlier])[:16]}"
+
+
+def twin(folder: Path, others: Iterable[Path], parts: dict[str, Any]) -> Path | None:
+    """The first finished stage among `others` that the one in `folder` would only repeat.
+
+    It was made with the same code and parameters, from inputs with the content of those that
+    `folder` would read, and its outputs are whole.
+    """
+    for other in others:
+        receipt = None if other == folder else read_note(other / RECEIPT)
+        if receipt is None or _difference(receipt["fingerprint"], parts):
+            continue
+        if not changed_input(folder.parent, receipt["inputs"]):
+            if not _changed_output(other, receipt):
+                return other
+    return None
+
+
+def take_over(folder: Path, other: Path, parts: dict[str, Any]) -> dict[str, Any] | None:
+    """Make `folder` a copy of the finished stage `other`; returns its receipt, which is written
+    last, or None where the other run began that stage anew meanwhile."""
+    begin(folder, parts, fresh=True)
+    receipt = read_note(other / RECEIPT)  # before copying: the other run may delete it meanwhile
+    try:
+        leave_out = shutil.ignore_patterns(RECEIPT)
+        shutil.copytree(other, folder, dirs_exist_ok=True, ignore=leave_out)
+    except OSError:  # shutil.Error too
+        receipt = None
+    if receipt is None or _changed_output(folder, receipt):
+        begin(folder, parts, fresh=True)
+        return None
+    write_json(folder / RECEIPT, receipt)
+    (folder / UNFINISHED).unlink(missing_ok=True)
+    return receipt
+
+
+def begin(folder: Path, parts: dict[str, Any], *, fresh: bool = False) -> bool:
+    """Prepare `folder` for running the stage; True if it goes on from a state that it saved under
+    the same conditions."""
+    mark = read_note(folder / UNFINISHED)
+    saved = any((folder / RESUME).glob("[!.]*"))  # hidden files are half-written ones
+    same = mark is not None and mark["fingerprint"] == parts
+    if saved and same and not fresh and not changed_input(folder.parent, read_inputs(folder)):
+        return True
+    if folder.exists():
+        # The mark comes first: a kill while the folder is emptied must not leave it looking
+        # finished, and this one, of no fingerprint, is never resumed.
+        write_json(folder / UNFINISHED, {"fingerprint": {}})
+        (folder / RECEIPT).unlink(missing_ok=True)
+        for entry in folder.iterdir():
+            if entry.name != UNFINISHED:
+                remove(entry)
+    remove(folder.parent / "tensorboard" / folder.name)
+    write_json(folder / UNFINISHED, {"fingerprint": parts})
+    return False
+
+
+def finish(folder: Path, parts: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Mark the stage as finished: hash its outputs, drop what it kept for resuming, write the
+    receipt. Returns the receipt."""
+    remove(folder / RESUME)
+    for leftover in folder.glob(".*.tmp"):  # half-written, by a process that was killed
+        remove(leftover)
+    outputs = {}
+    for name in file_names(folder):
+        path = folder / name
+        outputs[name] = {"sha256": file_hash(path), "bytes": path.stat().st_size}
+    receipt = {
+        "key": digest(parts),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "seconds": round(seconds, 1),
+        "inputs": read_inputs(folder),
+        "outputs": outputs,
+        "fingerprint": parts,
+    }
+    write_json(folder / RECEIPT, receipt)
+    (folder / UNFINISHED).unlink(missing_ok=True)
+    return receipt
+
+
+def _changed_output(folder: Path, receipt: dict[str, Any]) -> str:
+    for name, known in receipt["outputs"].items():
+        path = folder / name
+        if not path.is_file():
+            return f"output {name} is missing"
+        if path.stat().st_size != known["bytes"] or file_hash(path) != known["sha256"]:
+            return f"output {name} was altered"
+    return ""
+
+
+def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
+    names = sorted(before.keys() | now.keys())
+    changed = [name for name in names if before.get(name) != now.get(name)]
+    if not changed:
+        return ""
+    name = changed[0]
+    shown = f"{name} changed"
+    if name.startswith(("parameter", "version")) and name in before and name in now:
+        shown += f": {before[name]} → {now[name]}"
+    return f"{shown}, and {len(changed) - 1} more" if len(changed) > 1 else shown
