@@ -188,7 +188,9 @@ def test_segments_partition_the_conversation(written):
     assert (
         "Question: Which currency" in by_name["prompt"] and "<latent></latent>" in by_name["turn 1"]
     )
-    assert "".join(readings.tokens()).replace("<|latent|>", "•") == text(readings.ids.tolist())
+    assert "".join(readings.pieces[token] for token in readings.ids.tolist()).replace(
+        "<|latent|>", "•"
+    ) == text(readings.ids.tolist())
 
 
 def test_cosines_norms_and_nearest_tokens_equal_a_direct_computation(written):

@@ -140,6 +140,7 @@ def segments(trajectory: Trajectory) -> tuple[list[str], Int[np.ndarray, "T"]]:
         segment[places] = len(names)
         names.append(name)
 
+    # An observation ends where the next turn begins.
     latent = np.equal(trajectory.origins, Origin.LATENT)  # (T,)
     ends = [turn.start for turn in trajectory.turns[1:]] + [len(trajectory.ids)]
     for number, (turn, end) in enumerate(zip(trajectory.turns, ends), start=1):

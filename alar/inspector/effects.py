@@ -49,6 +49,7 @@ def donors(
     rng = random.Random(f"donors {seed}")
     chosen = []
     for site in sites:
+        # The whole pool is listed before the draw, so that a seed gives the same donors.
         pool = [other for other in sites if _fits(site, other, same_turn, same_type)]
         chosen.append(rng.choice(pool) if pool else None)
     return chosen
@@ -87,7 +88,7 @@ def measure_effects(
     """
     rows, pairs = [], list(zip(sites, donors, strict=True))
     for start in progress(range(0, len(pairs), chunk)):
-        cases = []
+        cases = []  # for each site the intact turn, then every intervention before its control
         for site, donor in pairs[start : start + chunk]:
             cases.append((site, INTACT, donor))
             for change in interventions:
@@ -153,7 +154,7 @@ def mean_effects(
     Columns: those of `by`, measure, questions, turns; mean, low, high; control, control_low,
     control_high; difference (own − control, paired by question), difference_low, difference_high.
     """
-    rows, options = [], {"resamples": resamples, "seed": seed}
+    rows, options = [], {"resamples": resamples, "seed": seed}  # one draw serves all rows
     for key, part in effects.groupby(list(by), sort=False):
         for name in MEASURES:
             if name not in part:
@@ -161,6 +162,7 @@ def mean_effects(
             used = part.dropna(subset=[name, f"control_{name}"])
             if used.empty:
                 continue
+            # Turns of one question are not independent, so a question counts once.
             means = used.groupby("question_id", sort=False)[[name, f"control_{name}"]].mean()
             own, control = means.to_numpy().T.copy()  # (questions,) each
             row = dict(zip(by, key))
@@ -197,7 +199,7 @@ class Replay(Engine):
     def __init__(self, engine: Engine, scripts: Sequence[Sequence[TurnOutput]]):
         self.engine, self.codec = engine, engine.codec
         self.scripts = [deque(script) for script in scripts]
-        self.ready: list = []
+        self.ready: list = []  # turns of a script that the next step reports
 
     def submit(self, requests, sampling) -> None:
         writing = []
@@ -241,13 +243,13 @@ def _script(lab: InterventionLab, effect: Effect) -> list[TurnOutput]:
     """The recorded turns before the site, then the site's own with the z that were fed."""
     trajectory, block = effect.site.trajectory, effect.site.block
     ids, origins = trajectory.ids, trajectory.origins
-    script, thoughts = [], iter(np.asarray(trajectory.latents))
+    script, thoughts = [], iter(np.asarray(trajectory.latents))  # z in the order of the turns
     for turn in trajectory.turns[: block.turn]:
         marks = origins[turn.start : turn.end]
         z = [next(thoughts) for _ in range(marks.count(Origin.LATENT))]
         script.append(_output(ids[turn.start : turn.end], marks, z))
     head = slice(trajectory.turns[block.turn].start, block.start)
-    close, steps = lab.codec.latent_close, len(effect.z)
+    close, steps = lab.codec.latent_close, len(effect.z)  # K′: "drop" takes positions out
     written = [*ids[head], *[lab.codec.latent_token_id] * steps, *close, *effect.output.ids]
     marks = origins[head] + [int(Origin.LATENT)] * steps + [int(Origin.FORCED)] * len(close)
     marks += effect.output.origins

@@ -37,10 +37,10 @@ class Explanation:
         return self.latent_action == self.thought_action
 
 
-def pseudo_text(readings: LatentReadings, turn: int, layer: int = -1) -> str:
-    """Top token of the lens at each step of the block of `turn` (from 0), at one layer; " | "
-    stands between steps."""
-    tops = [readings.lens(row, layer)[0][0] for row in readings.rows(turn)]
+def pseudo_text(readings: LatentReadings, turn: int) -> str:
+    """Top token of the lens's last layer at each step of the block of `turn` (from 0); " | " stands
+    between steps."""
+    tops = [readings.lens(row)[0][0] for row in readings.rows(turn)]
     return " | ".join(token.strip() or "␣" for token in tops)
 
 

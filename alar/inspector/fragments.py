@@ -14,10 +14,10 @@ from alar.figures.style import MODE_COLOURS, MODE_NAMES
 from alar.inspector.tokens import (
     ORIGIN_COLOURS,
     ORIGIN_NAMES,
-    action_text,
     pieces,
     shortened,
     stretches,
+    turn_action,
 )
 from alar.records import Trajectory
 from alar.rollout.codec import Codec
@@ -105,7 +105,7 @@ def turns_html(trajectory: Trajectory, p_latent: Sequence[float] | None = None) 
     for number, turn in enumerate(trajectory.turns):
         mode = turn.mode + (" (forced)" if turn.forced_mode else "")
         chance = "" if p_latent is None else f"{p_latent[number]:.2f}"
-        row = (number + 1, mode, chance, action_text(turn), turn.end - turn.start, turn.problem)
+        row = (number + 1, mode, chance, turn_action(turn), turn.end - turn.start, turn.problem)
         rows.append((*row, " · ".join(turn.titles)))
     head = ("turn", "mode", "p(latent)", "action", "tokens", "problem", "retrieved")
     return table_html(head, rows)
@@ -113,6 +113,7 @@ def turns_html(trajectory: Trajectory, p_latent: Sequence[float] | None = None) 
 
 def table_html(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A plain table; every cell is escaped, an empty column is left out."""
+    # By columns, since an empty one goes as a whole.
     columns = zip(head, *([str(cell) for cell in row] for row in rows))
     kept = [column for column in columns if any(column[1:])]
     lines = zip(*kept)

@@ -61,7 +61,7 @@ def principal_components(
     if len(z) < 2:
         raise ValueError(f"{len(z)} latent steps: principal components need at least two")
     centred = z.astype(np.float64) - z.mean(0, dtype=np.float64)
-    _, scales, axes = np.linalg.svd(centred, full_matrices=False)
+    _, scales, axes = np.linalg.svd(centred, full_matrices=False)  # axes: (min(N, H), H)
     axes = axes[:components]  # (components, H)
     largest = axes[np.arange(len(axes)), np.abs(axes).argmax(1)]
     projected = centred @ (axes * np.sign(largest)[:, None]).T  # (N, components)
@@ -75,8 +75,9 @@ def step_sizes(sites: Sequence[Site]) -> pd.DataFrame:
     `step` is k (from 1)."""
     rows = []
     for site in sites:
+        # In float64, since neighbours may be nearly equal.
         z, about = site.z.astype(np.float64), _about(site)
-        norms = np.linalg.norm(z, axis=1)
+        norms = np.linalg.norm(z, axis=1)  # (K,)
         for k in range(len(z) - 1):
             size = np.linalg.norm(z[k + 1] - z[k])
             sizes = {
@@ -97,6 +98,7 @@ def mode_path(engine, trajectories: Sequence[Trajectory]) -> pd.DataFrame:
 
 def site_probabilities(engine, sites: Sequence[Site]) -> dict[Site, float]:
     """p(latent | state) before the block of each site."""
+    # Several sites share a trajectory, which is scored once.
     trajectories = list({id(site.trajectory): site.trajectory for site in sites}.values())
     scores = dict(zip(map(id, trajectories), mode_scores(engine, trajectories)))
     return {site: scores[id(site.trajectory)][site.block.turn] for site in sites}

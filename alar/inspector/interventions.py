@@ -121,7 +121,7 @@ def replaced(
     if kind == "drop" and intervention.control:
         kind = "noise"  # the position stays
     chosen = np.arange(total) if step is None else np.array([step])
-    new = z.copy()
+    new = z.copy()  # (K, H)
     if kind == "zero":
         new[chosen] = 0
     elif kind == "mean":
@@ -160,7 +160,7 @@ def _order(rng: np.random.Generator, total: int, step: int | None) -> np.ndarray
         other = (step + rng.integers(1, total)) % total
         order[[step, other]] = order[[other, step]]
         return order
-    while (order == np.arange(total)).all():
+    while (order == np.arange(total)).all():  # an unchanged order is no intervention
         order = rng.permutation(total)
     return order
 
@@ -197,6 +197,7 @@ class InterventionLab:
         self, site: Site, intervention: Intervention, donor: Site | None = None
     ) -> Float[np.ndarray, "K′ H"]:
         """z of the site after the intervention."""
+        # Seeded by name, so that a result does not depend on what was drawn before it.
         name = f"{site.trajectory.question.id} {site.block.turn} {intervention}"
         rng = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
         donated = None if donor is None else donor.z
@@ -210,9 +211,9 @@ class InterventionLab:
 
         Cases of one site and donor that follow each other share their forward passes.
         """
-        fed = [self.thoughts(*case) for case in cases]
+        fed = [self.thoughts(*case) for case in cases]  # (K′, H) each
         unknown = list(dict.fromkeys(site for site, _, _ in cases if site not in self._references))
-        pairs = [(site, site.z) for site in unknown]
+        pairs = [(site, site.z) for site in unknown]  # the intact actions come first
         pairs += [(site, z) for (site, _, _), z in zip(cases, fed)]
         outputs = self._write(pairs)
         for site, output in zip(unknown, outputs):
@@ -301,6 +302,7 @@ class InterventionLab:
         )
         with grouped_attention(self.model):
             output = self.model.model(inputs_embeds=inputs, past_key_values=past, use_cache=True)
+        # The last piece of `</latent>` predicts the action's first token.
         starts = torch.tensor([len(z) + len(close) - 1 for z in variants], device=device)
         places = starts[:, None] + torch.arange(len(action), device=device)  # (n, A)
         row = torch.arange(count, device=device)[:, None]
@@ -312,7 +314,7 @@ class InterventionLab:
         if self._kept is None or self._kept[0] is not site:
             ids = torch.tensor(site.prefix, device=self.engine.device)
             embeddings = self.model.get_input_embeddings()(ids)  # (T, H)
-            if site.block.row:
+            if site.block.row:  # there are blocks before this one
                 earlier = torch.as_tensor(np.stack(site.earlier_z))
                 embeddings[ids == self.codec.latent_token_id] = earlier.to(embeddings)
             past = DynamicCache(config=self.model.config)

@@ -55,6 +55,7 @@ def labels(sites: Sequence[Site]) -> pd.DataFrame:
     """One row per site: question, turn (from 1), and every target that applies."""
     table = pd.DataFrame([_labels(site) for site in sites])
     middle = table.groupby("type")["number"].transform("median")
+    # A missing number gets a side too, which the last line takes away.
     side = np.where(table["number"] > middle, "above", "below")
     return table.assign(number=np.where(table["number"].isna(), None, side))
 
@@ -127,9 +128,9 @@ def name_hits(
     saw its group."""
     candidates, own = np.unique(names, return_inverse=True)  # own: (N,), rows of the table
     table = np.stack([embeddings[name] for name in candidates])  # (names, H)
-    table = table - table.mean(0)
+    table = table - table.mean(0)  # what all names share would make them all near
     unit = table / np.maximum(np.linalg.norm(table, axis=1, keepdims=True), 1e-12)
-    hits = np.zeros(len(names), dtype=bool)
+    hits = np.zeros(len(names), dtype=bool)  # (N,)
     for train, test in GroupKFold(folds).split(features, own, groups):
         probe = make_pipeline(StandardScaler(), Ridge(alpha=10.0))
         probe.fit(features[train], table[own[train]])
@@ -171,6 +172,7 @@ def probe_table(
                 continue
             own = about[target].to_numpy()[chosen]
             score = _scorer(target, own, model, codec, groups, folds)
+            # One shuffle for all steps; groups stay, so that only the label loses its meaning.
             shuffled = own[rng.permutation(len(own))]
             by_words = score(words[chosen], own)  # (questions,), as all scores
             for step in range(z.shape[1]):

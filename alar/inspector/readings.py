@@ -54,8 +54,7 @@ class LatentReadings:
     segment              (T,)             index into `segments`
 
     `segments` are named by `alar.inspector.blocks.segments`. `pieces` maps every id that occurs
-    here to its text. `about` says what was inspected: question, answer, turns (dicts of
-    `TurnRecord`), model, K.
+    here to its text. `about` names what was inspected: question_id, question.
     """
 
     z: np.ndarray
@@ -98,10 +97,6 @@ class LatentReadings:
         if not len(rows):
             raise ValueError(f"turn {turn} has no latent block, only {self.latent_turns} have one")
         return rows
-
-    def tokens(self) -> list[str]:
-        """The text of every token of the trajectory."""
-        return [self.pieces[token] for token in self.ids.tolist()]
 
     def lens(self, row: int, layer: int = -1) -> list[tuple[str, float]]:
         """(text, probability) of the lens's top tokens in one latent step at one layer."""
@@ -219,7 +214,7 @@ def inspect(trajectory: Trajectory, model, codec: Codec, *, top_k: int = 8) -> L
         **{name: _narrow(value) for name, value in arrays.items()},
         segments=names,
         pieces={token: codec.text([token]) for token in sorted(seen)},
-        about=_about(trajectory, model.config),
+        about={"question_id": trajectory.question.id, "question": trajectory.question.text},
     )
 
 
@@ -262,19 +257,3 @@ def _onto_latents(
 def _narrow(values) -> np.ndarray:
     values = np.asarray(values)
     return values.astype(np.float32 if values.dtype.kind == "f" else np.int32)
-
-
-def _about(trajectory: Trajectory, config) -> dict:
-    question = trajectory.question
-    return {
-        "question_id": question.id,
-        "question": question.text,
-        "question_type": question.type,
-        "answers": list(question.answers),
-        "hard_turns": list(question.hard_turns),
-        "prediction": trajectory.prediction,
-        "correct": bool(trajectory.correct),
-        "turns": [vars(turn) | {"titles": list(turn.titles)} for turn in trajectory.turns],
-        "model_type": config.model_type,
-        "num_latent": config.num_latent,
-    }

@@ -113,6 +113,7 @@ def lens_html(readings: LatentReadings, turn: int) -> str:
     """One block: a column per latent step, a row per layer, the first candidates with their
     probabilities."""
     steps = readings.rows(turn)
+    # Layer 0 and the last one are always among them.
     layers = np.unique(np.linspace(0, readings.num_layers, LENS_LAYERS).round().astype(int))
     head = ["", *(f"k = {k}" for k in range(1, len(steps) + 1))]
     rows = []

@@ -93,7 +93,8 @@ def stretches(trajectory: Trajectory) -> list[Stretch]:
     return [stretch for stretch in found if len(stretch)]
 
 
-def action_text(turn: TurnRecord) -> str:
+def turn_action(turn: TurnRecord) -> str:
+    """What the turn did, as tables and labels say it."""
     return f"{turn.action}: {turn.argument}" if turn.action else "no action"
 
 
@@ -110,12 +111,13 @@ def visible(text: str) -> str:
 
 def _bytes(token_id: int, codec: Codec) -> bytes:
     if token_id == codec.latent_token_id:
-        return BULLET.encode()
+        return BULLET.encode()  # no text of its own
     table = codec.piece_bytes
-    if token_id >= len(table):
+    if token_id >= len(table):  # a spare row of the embedding table
         return f"[{token_id}]".encode()
     if table[token_id]:
         return table[token_id]
+    # A special token has no bytes; its name is shown.
     return str(codec.tokenizer.convert_ids_to_tokens(token_id) or f"[{token_id}]").encode()
 
 

@@ -28,7 +28,7 @@ from alar.inspector.fragments import (
 )
 from alar.inspector.interventions import KINDS, Effect, Intervention, InterventionLab, Site
 from alar.inspector.readings import LatentReadings
-from alar.inspector.tokens import action_text, shortened, visible
+from alar.inspector.tokens import shortened, turn_action, visible
 from alar.records import Trajectory
 from alar.rollout.codec import Codec
 
@@ -87,13 +87,7 @@ def trajectory_browser(
         if 0 <= turn < len(shown.turns):
             span = shown.turns[turn].start, shown.turns[turn].end
         scores = None if p_latent is None else p_latent[question]
-        return boxed(
-            f"<p>{headline_html(shown)}</p>",
-            timeline_html(shown),
-            turns_html(shown, scores),
-            legend_html(),
-            tokens_html(shown, codec, span),
-        )
+        return boxed(_summary(shown, scores), legend_html(), tokens_html(shown, codec, span))
 
     question = _questions(trajectories)
     turn = ipywidgets.Dropdown(description="tokens of", options=turns_of(0))
@@ -155,12 +149,8 @@ def checkpoint_comparison(
             shown = systems[name][question]
             first = shown.turns[0].start if shown.turns else 0
             scores = None if p_latent is None else p_latent[name][question]
-            parts += [
-                f"<h4>{escaped(name)}</h4><p>{headline_html(shown)}</p>",
-                timeline_html(shown),
-                turns_html(shown, scores),
-                tokens_html(shown, codecs[name], (first, len(shown.ids))),
-            ]
+            parts += [f"<h4>{escaped(name)}</h4>", _summary(shown, scores)]
+            parts.append(tokens_html(shown, codecs[name], (first, len(shown.ids))))
         return boxed(*parts)
 
     names = list(systems)
@@ -220,10 +210,15 @@ def effect_reading(effects: Sequence[Effect]) -> str:
     return table_html(("z", "action", "", "KL (nats)", "moved by"), rows)
 
 
+def _summary(shown: Trajectory, scores: Sequence[float] | None) -> str:
+    head = f"<p>{headline_html(shown)}</p>"
+    return head + timeline_html(shown) + turns_html(shown, scores)
+
+
 def _site_label(site: Site) -> str:
     """Question, turn and recorded action of a latent turn, on one line."""
     trajectory, number = site.trajectory, site.block.turn
-    action = action_text(trajectory.turns[number])
+    action = turn_action(trajectory.turns[number])
     return f"{shortened(trajectory.question.text, 60)} · turn {number + 1} · {action}"
 
 

@@ -106,6 +106,7 @@ def draw_causal_map(table: pd.DataFrame, *, scale: str = MEASURED) -> tuple[Figu
     places = places.pivot(index="turn", columns="k").sort_index(axis="columns")
     figure = new_figure(PAGE, 0.95 + 0.3 * len(places))
     grid = figure.subplots(1, 2, sharey=True)
+    # One scale for both panels, and never 0.
     reach = float(np.nanmax(np.abs(table[["mean", "difference"]].to_numpy())) or 1.0)
     panels = (("mean", "a   Effect"), ("difference", "b   Effect − random control"))
     for axes, (column, title) in zip(grid, panels, strict=True):

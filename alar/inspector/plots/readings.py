@@ -90,6 +90,7 @@ def draw_vectors(
     left.text(steps + 0.45, 1, "median embedding", **note)
     left.set(title="a   Norms", xlabel="Latent step k", ylabel="‖z‖ / median ‖embedding‖")
     left.set_ylim(0, None)
+    # A cut block has fewer steps and is left out of the mean.
     blocks = [each.block_cosines(turn) for each in readings for turn in each.latent_turns]
     mean = np.mean([block for block in blocks if len(block) == steps], axis=0)  # (K, K)
     cells(right, mean, np.vectorize("{:.2f}".format)(mean), 1)
@@ -128,7 +129,7 @@ def draw_attention(
     left.grid(False)
     left.set(title="a   Attention of the action on $z_k$", xlabel="Latent step k", ylabel="Layer")
     figure.colorbar(image, ax=left, fraction=0.05, pad=0.02)
-    bottom = np.zeros(len(steps))
+    bottom = np.zeros(len(steps))  # where the next bar begins
     for (kind, colour), height in zip(SEGMENT_COLOURS.items(), looks.T, strict=True):
         right.bar(steps, height, 0.7, bottom=bottom, color=colour, label=kind)
         bottom += height
@@ -160,7 +161,7 @@ def _shares(readings: LatentReadings) -> Float[np.ndarray, "N kinds"]:
     names = {"turn": ("this turn", "earlier text"), "latent": ("this block", "earlier latent")}
     for column, segment in enumerate(readings.segments):
         word, _, number = segment.partition(" ")
-        own, earlier = names.get(word, (word, word))
+        own, earlier = names.get(word, (word, word))  # prompt and observation have one kind
         mine = readings.turn + 1 == int(number or 0)  # (N,)
         shares[own] += np.where(mine, weights[:, column], 0)
         shares[earlier] += np.where(mine, 0, weights[:, column])

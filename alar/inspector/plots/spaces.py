@@ -53,7 +53,7 @@ def draw_probes(table: pd.DataFrame, *, scale: str = MEASURED) -> tuple[Figure, 
     """
     targets = [name for name in TARGET_NAMES if name in set(table["target"])]
     columns = min(3, len(targets))
-    lines = -(-len(targets) // columns)
+    lines = -(-len(targets) // columns)  # rounded up
     figure = new_figure(PAGE, 0.5 + 1.75 * lines)
     panels = figure.subplots(lines, columns, sharey=True, squeeze=False).ravel()
     for index, (axes, target) in enumerate(zip(panels, targets)):
@@ -134,6 +134,7 @@ def draw_recurrence(
     places = boxes(left, steps, "relative_size", by="step")
     left.set_xticks(places, [f"{k} → {k + 1}" for k in places])
     left.set(title="a   Step sizes", xlabel="Latent step", ylabel="‖z′ − z‖ / ‖z‖", ylim=(0, None))
+    # Dots of one turn would cover each other; the seed keeps the picture the same.
     jitter = np.random.default_rng(0).uniform(-0.15, 0.15, len(modes))
     spread = modes.assign(place=modes["turn"] + jitter)
     for hard, colour, name in ((False, BLUE, "easy turn"), (True, VERMILLION, "hard turn")):

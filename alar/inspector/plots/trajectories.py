@@ -15,10 +15,10 @@ from alar.inspector.tokens import (
     ORIGIN_COLOURS,
     ORIGIN_NAMES,
     Piece,
-    action_text,
     pieces,
     shortened,
     stretches,
+    turn_action,
 )
 from alar.records import Trajectory
 from alar.rollout.codec import Codec
@@ -79,7 +79,7 @@ def _stretch_table(shown: Trajectory, p_latent: Sequence[float] | None) -> pd.Da
         chance, action = float("nan"), ""
         if stretch.turn:
             turn = shown.turns[stretch.turn - 1]
-            action = action_text(turn) if turn.action else ""
+            action = turn_action(turn) if turn.action else ""
             if p_latent is not None:
                 chance = p_latent[stretch.turn - 1]
         rows.append(
@@ -106,12 +106,13 @@ def _bar(axes, shown: Trajectory, p_latent: Sequence[float] | None) -> None:
         back, ink = stretch.colours
         look = {"facecolor": back, "edgecolor": "white", "linewidth": 0.8}
         axes.add_patch(Rectangle((stretch.start, 0.42), len(stretch), 0.5, **look))
+        # A label takes about 0.7 % of the width per character.
         if len(stretch) > 0.007 * len(stretch.label) * len(shown.ids):
             middle = stretch.start + len(stretch) / 2
             label = {"ha": "center", "va": "center", "fontsize": 5.8, "color": ink}
             axes.text(middle, 0.67, stretch.label, **label)
         if stretch.turn:
-            said = shortened(action_text(shown.turns[stretch.turn - 1]), 34)
+            said = shortened(turn_action(shown.turns[stretch.turn - 1]), 34)
             if p_latent is not None:
                 said = f"p(latent) {p_latent[stretch.turn - 1]:.2f}\n{said}"
             put_text(axes, stretch.start, 0.37, said, va="top", fontsize=5, color=GREY)
@@ -143,6 +144,7 @@ def _wrapped(shown: list[Piece]) -> list[list[tuple[Piece, str]]]:
             room = COLUMNS
         lines[-1].append((piece, text))
         room -= len(text)
+        # A line that has hardly begun goes on, or every tag would take a line of its own.
         if piece.text.endswith("\n") and room < COLUMNS - 8:
             room = 0
     return [line for line in lines if line]
