@@ -95,7 +95,8 @@ class LatentReadings:
         """Row numbers of the latent steps of one turn; ValueError for a turn without any."""
         rows = np.flatnonzero(self.turn == turn)
         if not len(rows):
-            raise ValueError(f"turn {turn} has no latent block, only {self.latent_turns} have one")
+            having = [number + 1 for number in self.latent_turns]
+            raise ValueError(f"turn {turn + 1} has no latent block, only turns {having} have one")
         return rows
 
     def lens(self, row: int, layer: int = -1) -> list[tuple[str, float]]:
