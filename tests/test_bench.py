@@ -15,8 +15,8 @@ from alar.rollout import loop
 from alar.rollout.engine import Sampling, TurnRequest
 from alar.rollout.hf import HFEngine
 from alar.study import bench, params, receipts
-from alar.study.bench.cases import BENCH_WORLD
 from alar.study.bench.memory import peak_memory
+from alar.study.bench.subjects import BENCH_WORLD
 from alar.study.selection import Command, run_folders
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def test_the_per_sample_baseline_is_the_same_under_checkpointing(pair, batch):
     expected, z = bench.per_sample_loss(model, **batch.inputs, latent_gradient="projector_only")
     with bench.training_mode(model, checkpointed=True):
         loss, again = bench.per_sample_loss(model, **batch.inputs, latent_gradient="projector_only")
-        with pytest.raises(ValueError, match="use 'projector_only' here"):
+        with pytest.raises(ValueError, match="projector_only"):
             bench.per_sample_loss(model, **batch.inputs)
     assert (again - z).abs().max() <= 1e-5 and abs(loss - expected) <= 1e-5
     assert not model.training and not model.is_gradient_checkpointing
@@ -162,7 +162,7 @@ def scripted():
         for name, tokens in {"a": 10, "b": 20, "c": 30}.items()
     )
     return (
-        bench.Case("part", "case", contestants, (bench.Comparison("a", "b", at_most=1.3),), 1.25),
+        bench.Contest("part", "case", contestants, (bench.Claim("a", "b", at_most=1.3),), 1.25),
         order,
     )
 
@@ -172,7 +172,7 @@ def test_contestants_run_in_turn_after_one_untimed_run_each(scripted):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        results = bench.run([case], rounds=3, threads=1)
+        results = bench.time_contests([case], rounds=3, threads=1)
         assert torch.get_num_threads() == 2, "the threads are restored"
     finally:
         torch.set_num_threads(before)
@@ -195,7 +195,7 @@ def test_the_tables_hold_medians_ranges_and_ratios_per_round(scripted, tmp_path,
         return clock["now"]
 
     monkeypatch.setattr("alar.study.bench.measure.time.perf_counter", tick)
-    results = bench.run([case], rounds=3)
+    results = bench.time_contests([case], rounds=3)
     a = results.summary.set_index("contestant").loc["a"]
     assert (a["wall_s"], a["wall_s_low"], a["wall_s_high"]) == (2.0, 1.0, 9.0)
     assert (
@@ -217,8 +217,8 @@ def test_the_tables_hold_medians_ranges_and_ratios_per_round(scripted, tmp_path,
 
 
 def test_every_kind_of_case_runs(pair, batch):
-    cases = bench.training_cases(pair, [batch]) + bench.logprob_cases(pair, [batch])
-    results = bench.run(cases, rounds=1)
+    cases = bench.training_contests(pair, [batch]) + bench.logprob_contests(pair, [batch])
+    results = bench.time_contests(cases, rounds=1)
     assert set(results.summary["part"]) == {"training step", "log-prob pass"}
     assert set(results.summary["tokens"]) == {batch.real_tokens}
     peaks = results.summary.set_index(["part", "contestant"])["peak_mib"]
@@ -227,8 +227,8 @@ def test_every_kind_of_case_runs(pair, batch):
         "it keeps the text twice"
     )
     assert all(parameter.grad is None for parameter in pair.latent.parameters())
-    unclaimed = bench.training_cases(pair, [batch], claims=False)[0].comparisons
-    assert all(comparison.at_most is comparison.at_least is None for comparison in unclaimed)
+    unclaimed = bench.training_contests(pair, [batch], claims=False)[0].claims
+    assert all(claim.at_most is claim.at_least is None for claim in unclaimed)
     _, drawn = figures.speed(results.ratios, clock="cpu")
     assert len(drawn) == len(results.ratios) / 2
 
@@ -260,19 +260,21 @@ def test_peak_memory_counts_what_is_alive_together():
     [
         (lambda: bench.model_pair(200), "hidden_size is 200"),
         (lambda: bench.model_pair(128, 1, 0), "num_latent is 0"),
-        (lambda: bench.run([], rounds=1), "no case"),
-        (lambda: bench.run([None], rounds=0), "rounds is 0"),
-        (lambda: bench.run([None], threads=-1), "threads is -1"),
+        (lambda: bench.time_contests([], rounds=1), "no contest"),
+        (lambda: bench.time_contests([None], rounds=0), "rounds is 0"),
+        (lambda: bench.time_contests([None], threads=-1), "threads is -1"),
         (lambda: bench.resolve_device("tpu"), "device 'tpu': expected"),
-        (lambda: bench.Case("p", "c", ()), "at least one"),
+        (lambda: bench.Contest("p", "c", ()), "at least one"),
         (
-            lambda: bench.Case(
-                "p", "c", (bench.Contestant("a", int),), (bench.Comparison("a", "b"),)
+            lambda: bench.Contest(
+                "p", "c", (bench.Contestant("a", int),), (bench.Claim("a", "b"),)
             ),
             "no contestant 'b'",
         ),
         (
-            lambda: bench.rollout_case(None, None, SearchEnvironment(), [1, 2], single_questions=3),
+            lambda: bench.rollout_contest(
+                None, None, SearchEnvironment(), [1, 2], single_questions=3
+            ),
             "expected 1 to 2",
         ),
     ],

@@ -1,4 +1,4 @@
-"""The inspector's record and its interventions against slow direct computations with forward hooks."""
+"""The inspector's readings and interventions against slow direct computations with hooks."""
 
 import copy
 from contextlib import contextmanager
@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from alar.inspector import LatentRecord, inspect
+from alar.inspector import LatentReadings, inspect
 from alar.inspector.effects import (
     INTACT,
     Replay,
     _script,
-    causal_map,
     donors,
-    measure,
-    plan,
-    summarise,
+    list_interventions,
+    mean_effects,
+    measure_effects,
+    step_effects,
 )
-from alar.inspector.interventions import KINDS, Bench, Effect, Intervention, replaced
+from alar.inspector.interventions import KINDS, Effect, Intervention, InterventionLab, replaced
 from alar.model.attention import attention_of
 from alar.protocol import SEARCH
 from alar.records import Observation, Origin, Question
@@ -64,13 +64,9 @@ def written(random_model):
             sampling = Sampling(head + NEW_TOKENS, temperature)
             trajectories = run(QUESTIONS, engine, Silent(), sampling, modes="latent", max_turns=2)
             mean = np.mean([t.latents[:num_latent] for t in trajectories], axis=0)
-            bench = Bench(engine, mean=mean, max_new_tokens=NEW_TOKENS)
+            lab = InterventionLab(engine, mean=mean, max_new_tokens=NEW_TOKENS)
             made[family, num_latent, temperature] = SimpleNamespace(
-                model=model,
-                tokenizer=tokenizer,
-                trajectories=trajectories,
-                bench=bench,
-                sites=bench.sites(trajectories),
+                model=model, trajectories=trajectories, lab=lab, sites=lab.sites(trajectories)
             )
         return made[family, num_latent, temperature]
 
@@ -133,8 +129,8 @@ def test_a_turn_with_a_second_block_is_no_place_for_an_intervention(written):
         spoilt.latents, [block.row + 4] * 4, spoilt.latents[block.rows], axis=0
     )
     spoilt.check()
-    assert [site.block.turn for site in made.bench.sites([made.trajectories[0]])] == [0, 1]
-    (left,) = made.bench.sites([spoilt])
+    assert [site.block.turn for site in made.lab.sites([made.trajectories[0]])] == [0, 1]
+    (left,) = made.lab.sites([spoilt])
     assert left.block.turn == 1 and np.array_equal(left.z, made.sites[1].z)
 
 
@@ -142,40 +138,40 @@ def test_a_turn_with_a_second_block_is_no_place_for_an_intervention(written):
 def test_lens_and_attention_equal_hooks_and_eager_attention(written, family):
     made = written(family)
     trajectory = made.trajectories[0]
-    record = inspect(trajectory, made.model, made.tokenizer, top_k=5)
+    readings = inspect(trajectory, made.model, made.lab.codec, top_k=5)
     states, attentions = slow(made.model, trajectory.ids, trajectory.latents)
     head = made.model.lm_head.weight.detach()[: made.model.config.latent_token_id]
-    assert len(record) == 8 and record.num_layers == 2 and record.latent_turns == [0, 1]
+    assert len(readings) == 8 and readings.num_layers == 2 and readings.latent_turns == [0, 1]
     for layer, state in enumerate(states):
-        state = state[record.position]
+        state = state[readings.position]
         if layer < len(states) - 1:
             state = made.model.model.norm(state).detach()
         probabilities = torch.softmax(state.double() @ head.double().T, -1).numpy()
         top = np.sort(probabilities, axis=1)[:, ::-1][:, :5]
-        np.testing.assert_allclose(record.lens_probabilities[:, layer], top, atol=1e-5)
-        chosen = np.take_along_axis(probabilities, record.lens_ids[:, layer].astype(int), 1)
+        np.testing.assert_allclose(readings.lens_probabilities[:, layer], top, atol=1e-5)
+        chosen = np.take_along_axis(probabilities, readings.lens_ids[:, layer].astype(int), 1)
         np.testing.assert_allclose(chosen, top, atol=1e-5)
         np.testing.assert_allclose(
-            record.lens_entropy[:, layer],
+            readings.lens_entropy[:, layer],
             -(probabilities * np.log(probabilities)).sum(1),
             atol=1e-4,
         )
     weights = torch.stack(attentions).mean(1).numpy()  # (L, T, T): mean over heads
     np.testing.assert_allclose(
-        record.latent_attention, weights[:, record.position].transpose(1, 0, 2), atol=1e-5
+        readings.latent_attention, weights[:, readings.position].transpose(1, 0, 2), atol=1e-5
     )
-    np.testing.assert_allclose(record.segment_attention().sum(-1), 1, atol=1e-5)
-    for row, (position, turn) in enumerate(zip(record.position, record.turn)):
+    np.testing.assert_allclose(readings.segment_attention().sum(-1), 1, atol=1e-5)
+    for row, (position, turn) in enumerate(zip(readings.position, readings.turn)):
         site = made.sites[turn]
-        assert made.bench.codec.text(trajectory.ids[: site.block.action]).endswith("</latent>")
+        assert made.lab.codec.text(trajectory.ids[: site.block.action]).endswith("</latent>")
         own = weights[:, site.block.action : site.block.end, position].mean(1)
-        np.testing.assert_allclose(record.action_attention[row], own, atol=1e-5)
+        np.testing.assert_allclose(readings.action_attention[row], own, atol=1e-5)
 
 
 def test_segments_partition_the_conversation(written):
     made = written()
-    record = inspect(made.trajectories[0], made.model, made.tokenizer)
-    assert record.segments == [
+    readings = inspect(made.trajectories[0], made.model, made.lab.codec)
+    assert readings.segments == [
         "prompt",
         "turn 1",
         "latent 1",
@@ -183,21 +179,23 @@ def test_segments_partition_the_conversation(written):
         "turn 2",
         "latent 2",
     ]
-    text = made.bench.codec.text
+    text = made.lab.codec.text
     by_name = {
-        name: text(record.ids[record.segment == number].tolist())
-        for number, name in enumerate(record.segments)
+        name: text(readings.ids[readings.segment == number].tolist())
+        for number, name in enumerate(readings.segments)
     }
     assert by_name["latent 1"] == by_name["latent 2"] == "••••"
     assert (
         "Question: Which currency" in by_name["prompt"] and "<latent></latent>" in by_name["turn 1"]
     )
-    assert "".join(record.tokens()).replace("<|latent|>", "•") == text(record.ids.tolist())
+    assert "".join(readings.pieces[token] for token in readings.ids.tolist()).replace(
+        "<|latent|>", "•"
+    ) == text(readings.ids.tolist())
 
 
 def test_cosines_norms_and_nearest_tokens_equal_a_direct_computation(written):
     made = written()
-    record = inspect(made.trajectories[1], made.model, made.tokenizer, top_k=3)
+    readings = inspect(made.trajectories[1], made.model, made.lab.codec, top_k=3)
     z = made.trajectories[1].latents.astype(float)
     table = (
         made.model.get_input_embeddings()
@@ -206,32 +204,34 @@ def test_cosines_norms_and_nearest_tokens_equal_a_direct_computation(written):
         .numpy()[: made.model.config.latent_token_id]
     )
     norms, lengths = np.sqrt((z**2).sum(1)), np.sqrt((table**2).sum(1))
-    np.testing.assert_array_equal(record.z, made.trajectories[1].latents)
-    np.testing.assert_allclose(record.cosines, z @ z.T / np.outer(norms, norms), atol=1e-5)
-    np.testing.assert_allclose(record.block_cosines(1), record.cosines[4:, 4:])
+    np.testing.assert_array_equal(readings.z, made.trajectories[1].latents)
+    np.testing.assert_allclose(readings.cosines, z @ z.T / np.outer(norms, norms), atol=1e-5)
+    np.testing.assert_allclose(readings.block_cosines(1), readings.cosines[4:, 4:])
     cosines = z @ table.T / np.outer(norms, lengths)
     np.testing.assert_allclose(
-        record.nearest_cosines, np.sort(cosines, 1)[:, ::-1][:, :3], atol=1e-5
+        readings.nearest_cosines, np.sort(cosines, 1)[:, ::-1][:, :3], atol=1e-5
     )
     np.testing.assert_allclose(
-        np.take_along_axis(cosines, record.nearest_ids.astype(int), 1),
-        record.nearest_cosines,
+        np.take_along_axis(cosines, readings.nearest_ids.astype(int), 1),
+        readings.nearest_cosines,
         atol=1e-5,
     )
-    np.testing.assert_allclose(record.norm, norms, rtol=1e-5)
-    np.testing.assert_allclose(record.norm_ratio, norms / np.median(lengths), rtol=1e-3)
+    np.testing.assert_allclose(readings.norm, norms, rtol=1e-5)
+    np.testing.assert_allclose(readings.norm_ratio, norms / np.median(lengths), rtol=1e-3)
     np.testing.assert_allclose(
-        record.norm_quantile, (lengths[None] <= norms[:, None]).mean(1), atol=1e-3
+        readings.norm_quantile, (lengths[None] <= norms[:, None]).mean(1), atol=1e-3
     )
-    assert list(record.step) == [0, 1, 2, 3] * 2 and list(record.table()["k"]) == [1, 2, 3, 4] * 2
+    assert (
+        list(readings.step) == [0, 1, 2, 3] * 2 and list(readings.table()["k"]) == [1, 2, 3, 4] * 2
+    )
 
 
-def test_a_record_survives_its_files_bit_by_bit(written, tmp_path):
+def test_readings_survive_their_file_bit_by_bit(written, tmp_path):
     made = written()
-    record = inspect(made.trajectories[0], made.model, made.tokenizer)
-    again = LatentRecord.load(record.save(tmp_path / "records" / "q0.latent"))
-    for field in fields(record):
-        one, other = getattr(record, field.name), getattr(again, field.name)
+    readings = inspect(made.trajectories[0], made.model, made.lab.codec)
+    again = LatentReadings.load(readings.save(tmp_path / "new" / "q0.latent.npz"))
+    for field in fields(readings):
+        one, other = getattr(readings, field.name), getattr(again, field.name)
         if isinstance(one, np.ndarray):
             assert (
                 one.dtype == other.dtype
@@ -240,14 +240,14 @@ def test_a_record_survives_its_files_bit_by_bit(written, tmp_path):
             ), field.name
         else:
             assert one == other, field.name
-    (tmp_path / "records" / "q0.latent.json").unlink()
-    with pytest.raises(FileNotFoundError, match="q0.latent.json"):
-        LatentRecord.load(tmp_path / "records" / "q0.latent")
+    np.savez(tmp_path / "other.npz", z=readings.z)
+    with pytest.raises(ValueError, match="inspect again"):
+        LatentReadings.load(tmp_path / "other.npz")
 
 
 def test_inspect_refuses_what_does_not_belong_to_the_model(written, random_model):
     made = written()
-    trajectory, model, tokenizer = made.trajectories[0], made.model, made.tokenizer
+    trajectory, model = made.trajectories[0], made.model
     cases = {
         "8 latent positions": replace(trajectory, latents=trajectory.latents[:-1]),
         "width 32": replace(trajectory, latents=trajectory.latents[:, :32]),
@@ -257,12 +257,12 @@ def test_inspect_refuses_what_does_not_belong_to_the_model(written, random_model
         ),
         "belongs to no turn": replace(trajectory, turns=trajectory.turns[:1]),
         "no latent block": run(
-            QUESTIONS[:1], made.bench.engine, Silent(), Sampling(4), modes="off", max_turns=1
+            QUESTIONS[:1], made.lab.engine, Silent(), Sampling(4), modes="off", max_turns=1
         )[0],
     }
     for message, broken in cases.items():
         with pytest.raises(ValueError, match=message):
-            inspect(broken, model, tokenizer)
+            inspect(broken, model, made.lab.codec)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -274,10 +274,10 @@ def test_interventions_equal_hooks_on_the_embedding_layer(written, family, kind)
     site, donor = made.sites[1], made.sites[3]
     assert site.block.turn == donor.block.turn == 1
     change = Intervention(kind, step=2 if kind in ("patch", "drop") else None)
-    z = made.bench.thoughts(site, change, donor)
-    effect = made.bench.effect(site, change, donor)
+    z = made.lab.thoughts(site, change, donor)
+    effect = made.lab.effect(site, change, donor)
     context = (
-        site.prefix + [made.model.config.latent_token_id] * len(z) + made.bench.codec.latent_close
+        site.prefix + [made.model.config.latent_token_id] * len(z) + made.lab.codec.latent_close
     )
     fed_z = [*site.trajectory.latents[:4], *z]
 
@@ -285,7 +285,7 @@ def test_interventions_equal_hooks_on_the_embedding_layer(written, family, kind)
         return slow_logprobs(made.model, [*ids, *action], vectors)[len(ids) - 1 : -1]
 
     action = site.action_ids
-    read = made.bench.next_token_logprobs(site, [site.z, z], action)
+    read = made.lab.next_token_logprobs(site, [site.z, z], action)
     recorded = site.trajectory.ids[: site.block.action], site.trajectory.latents
     changed, intact = along(action, context, fed_z), along(action, *recorded)
     assert (read[0] - intact).abs().max() < 1e-5 and (read[1] - changed).abs().max() < 1e-5
@@ -301,7 +301,7 @@ def test_interventions_equal_hooks_on_the_embedding_layer(written, family, kind)
     for token in effect.output.ids:
         ids.append(int(slow_logprobs(made.model, ids, fed_z)[-1].argmax()))
         assert ids[-1] == token
-    assert effect.action == made.bench.codec.text(ids[len(context) :]).strip()
+    assert effect.action == made.lab.codec.text(ids[len(context) :]).strip()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -309,7 +309,7 @@ def test_patching_z_into_itself_changes_nothing(written, family):
     made = written(family, temperature=0)
     for site in made.sites[:2]:
         for step in (None, 3):
-            effect = made.bench.effect(site, Intervention("patch", step), donor=site)
+            effect = made.lab.effect(site, Intervention("patch", step), donor=site)
             assert (
                 effect.kl == 0
                 and effect.distance == 0
@@ -373,11 +373,11 @@ def test_what_each_intervention_does_to_z():
 
 def test_one_latent_step_is_enough(written):
     made = written(num_latent=1)
-    record = inspect(made.trajectories[0], made.model, made.tokenizer)
-    assert len(record) == 2 and record.block_cosines(0).shape == (1, 1)
-    changes = plan(1)
+    readings = inspect(made.trajectories[0], made.model, made.lab.codec)
+    assert len(readings) == 2 and readings.block_cosines(0).shape == (1, 1)
+    changes = list_interventions(1)
     assert [change.kind for change in changes] == [kind for kind in KINDS if kind != "shuffle"]
-    effects = made.bench.effects([(made.sites[0], change, made.sites[2]) for change in changes])
+    effects = made.lab.effects([(made.sites[0], change, made.sites[2]) for change in changes])
     assert (
         all(np.isfinite(effect.kl) for effect in effects)
         and max(effect.kl for effect in effects) > 0
@@ -392,8 +392,8 @@ def test_a_batch_of_interventions_equals_each_alone(written):
         for kind in ("patch", "drop")
         for control in (False, True)
     ]
-    for case, effect in zip(cases, made.bench.effects(cases)):
-        alone = Bench(made.bench.engine, max_new_tokens=NEW_TOKENS).effect(*case)
+    for case, effect in zip(cases, made.lab.effects(cases)):
+        alone = InterventionLab(made.lab.engine, max_new_tokens=NEW_TOKENS).effect(*case)
         assert (alone.action, alone.reference, alone.to_donor) == (
             effect.action,
             effect.reference,
@@ -407,19 +407,19 @@ def test_a_batch_of_interventions_equals_each_alone(written):
 def test_an_intact_episode_goes_on_as_it_was_recorded(written):
     made = written(temperature=0)
     site = made.sites[0]
-    bench, last = (
-        Bench(made.bench.engine, max_new_tokens=len(site.action_ids)),
+    lab, last = (
+        InterventionLab(made.lab.engine, max_new_tokens=len(site.action_ids)),
         site.trajectory.turns[1],
     )
-    replay = Replay(bench.engine, [_script(bench, bench.effect(site, INTACT))])
+    replay = Replay(lab.engine, [_script(lab, lab.effect(site, INTACT))])
     sampling = Sampling(last.end - last.start, 0.0)
     again = run(
         [site.trajectory.question], replay, Silent(), sampling, modes="latent", max_turns=2
     )[0]
     assert again.ids == site.trajectory.ids and again.origins == site.trajectory.origins
     np.testing.assert_allclose(again.latents, site.trajectory.latents, atol=1e-5)
-    drop = made.bench.effect(site, Intervention("drop", 1))
-    script = _script(made.bench, drop)[0]
+    drop = made.lab.effect(site, Intervention("drop", 1))
+    script = _script(made.lab, drop)[0]
     assert script.origins.count(Origin.LATENT) == len(script.latents) == 3
 
 
@@ -436,7 +436,7 @@ def test_tables_hold_effects_beside_their_controls(written):
         for s, d in zip(made.sites, donors(made.sites, same_turn=False))
     )
     assert donors(made.sites, same_type=False) == [None] * 6  # all questions here are of one type
-    changes = plan(2, ("zero", "patch"), per_step=True)
+    changes = list_interventions(2, ("zero", "patch"), per_step=True)
     episodes = {
         "environment": Silent(),
         "modes": "latent",
@@ -444,20 +444,20 @@ def test_tables_hold_effects_beside_their_controls(written):
         "max_new_tokens": 12,
         "chunk": 4,
     }
-    effects = measure(made.bench, made.sites, changes, given, **episodes)
+    effects = measure_effects(made.lab, made.sites, changes, given, **episodes)
     assert (
         len(effects) == 6 * 2 * 2
         and set(effects["k"]) == {1, 2}
         and set(effects["correct"]) <= {0.0, 1.0}
     )
     first = effects.iloc[3]
-    alone = made.bench.effect(made.sites[0], Intervention("patch", 1), given[0])
+    alone = made.lab.effect(made.sites[0], Intervention("patch", 1), given[0])
     assert (
         first["kl"] == pytest.approx(alone.kl, abs=1e-6)
         and first["intervention"] == "patch"
         and first["k"] == 2
     )
-    summary = summarise(effects, resamples=200)
+    summary = mean_effects(effects, resamples=200)
     row = summary[
         (summary["intervention"] == "zero") & (summary["k"] == 1) & (summary["measure"] == "kl")
     ].iloc[0]
@@ -471,9 +471,9 @@ def test_tables_hold_effects_beside_their_controls(written):
         row["difference"] == pytest.approx((part["kl"] - part["control_kl"]).mean())
         and row["low"] <= row["mean"] <= row["high"]
     )
-    assert list(causal_map(effects, "zero", resamples=50)["turn"].unique()) == [1, 2]
+    assert list(step_effects(effects, "zero", resamples=50)["turn"].unique()) == [1, 2]
     with pytest.raises(ValueError, match="per_step"):
-        causal_map(effects, "noise")
+        step_effects(effects, "noise")
 
 
 def test_an_action_moves_to_the_donors_kind_only_from_another_one():

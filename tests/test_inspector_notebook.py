@@ -7,7 +7,6 @@ variable ALAR_SCREENSHOTS, else in pytest's own; the terminal says where.
 """
 
 import importlib.util
-import json
 import os
 import re
 import time
@@ -130,11 +129,19 @@ def test_the_published_page_carries_no_widget(headless):
 
 
 @pytest.fixture
-def page(tmp_path):
+def page():
     if browser.find() is None:
         pytest.skip(browser.REMEDY)
-    with browser.opened(tmp_path) as opened:
+    with browser.opened() as opened:
         yield opened
+
+
+@pytest.fixture
+def errors(page):
+    """What the page's scripts complained about, so far."""
+    found = []
+    page.on("pageerror", lambda error: found.append(error.message))
+    return found
 
 
 @pytest.fixture
@@ -146,17 +153,17 @@ def screenshots(capsys, tmp_path):
         print(f" {len(list(folder.glob('*.png')))} screenshots in {folder}")
 
 
-def test_the_report_asks_for_nothing_and_runs_nothing(headless, page, screenshots):
-    report = headless[1] / "report.html"
-    page.open(report.as_uri())
-    page.click("details.one > summary")
-    page.wait("document.querySelector('details.one').open")
-    assert "•" in page.text("details.one .tokens")
-    page.screenshot(screenshots / "report.png")
-    assert [
-        address for address in page.requests if not address.startswith(("file:", "data:"))
-    ] == []
-    assert page.errors == []
+def test_the_report_asks_for_nothing_and_runs_nothing(headless, page, errors, screenshots):
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto((headless[1] / "report.html").as_uri())
+    first = page.locator("details.one").first
+    first.locator("> summary").click()
+    assert first.evaluate("one => one.open")
+    assert "•" in first.locator(".tokens").inner_text()
+    page.screenshot(path=screenshots / "report.png")
+    assert [address for address in asked if not address.startswith(("file:", "data:"))] == []
+    assert errors == []
 
 
 # What each widget is moved by: view, control, and how. Only a patch has a donor, so that one moves
@@ -177,46 +184,39 @@ MOVES = [
 ]
 
 
-def test_every_widget_changes_its_view_in_jupyterlab(parameters, page, screenshots, tmp_path):
+def test_every_widget_changes_its_view_in_jupyterlab(
+    parameters, page, errors, screenshots, tmp_path
+):
     root = tmp_path / "root"
     root.mkdir()
-    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
-    cell = next(
-        cell for cell in notebook["cells"] if cell["metadata"].get("tags") == ["parameters"]
-    )
-    given = parameters | {"run_dir": str(tmp_path / "run")}
-    cell["source"] = "".join(cell["source"]) + "".join(
-        f"\n{name} = {value!r}" for name, value in given.items()
-    )
-    (root / "n.ipynb").write_text(json.dumps(notebook), encoding="utf-8")
+    notebook = nbformat.read(NOTEBOOK, 4)
+    cell = next(cell for cell in notebook.cells if cell.metadata.get("tags") == ["parameters"])
+    for name, value in (parameters | {"run_dir": str(tmp_path / "run")}).items():
+        cell.source += f"\n{name} = {value!r}"
+    nbformat.write(notebook, root / "n.ipynb")
     with browser.jupyterlab(tmp_path, root, str(ROOT)) as server:
-        page.open_notebook(server, "n.ipynb")
-        page.run_all_cells()
-        assert (
-            page.evaluate(
-                "document.querySelectorAll('.jp-RenderedText[data-mime-type*=stderr]"
-                " .ansi-red-fg').length"
-            )
-            == 0
-        )
-        page.wait("document.querySelector('.alar-panel') !== null")
-        page.choose(".alar-panel-kind select", KINDS.index("patch"))
-        page.wait("document.querySelector('.alar-panel').innerText.includes('donor')")
+        browser.open_notebook(page, server, "n.ipynb")
+        browser.run_all_cells(page)
+        failed = page.locator(".jp-RenderedText[data-mime-type*=stderr] .ansi-red-fg")
+        assert failed.count() == 0
+        page.select_option(".alar-panel-kind select", index=KINDS.index("patch"))
+        page.locator(".alar-panel", has_text="donor").wait_for()
         for view, control, way in MOVES:
             place, before = f".alar-{view}-{control}", reading(page, view)
             if way == "choose":
-                chosen = page.evaluate(f"document.querySelector('{place} select').selectedIndex")
-                page.choose(f"{place} select", 0 if chosen else 1)
+                chosen = page.locator(f"{place} select").evaluate("list => list.selectedIndex")
+                page.select_option(f"{place} select", index=0 if chosen else 1)
             else:
                 page.press(f"{place} .noUi-handle", way)
             until = time.monotonic() + browser.PATIENCE / 4
             while reading(page, view) == before:
                 assert time.monotonic() < until, f"{view}: moving {control} changes nothing"
                 time.sleep(0.1)
-            page.screenshot(screenshots / f"{view}-{control}.png", f".alar-{view}")
-        assert page.errors == []
+            page.locator(f".alar-{view}").scroll_into_view_if_needed()
+            page.screenshot(path=screenshots / f"{view}-{control}.png")
+        assert errors == []
 
 
 def reading(page, view: str) -> str:
     """What a view shows, without how long it took."""
-    return re.sub(r"in \d+ ms", "", page.text(f".alar-{view}"))
+    return re.sub(r"in \d+ ms", "", page.inner_text(f".alar-{view}"))

@@ -16,7 +16,7 @@ from alar.domains.search.questions import solved_questions
 from alar.domains.tool import questions as tool_questions
 from alar.inspector import geometry, inspect
 from alar.inspector.explain import explain, pseudo_text
-from alar.inspector.interventions import Bench
+from alar.inspector.interventions import InterventionLab
 from alar.inspector.probes import class_hits, labels, name_hits, probe_table
 from alar.protocol import SEARCH
 from alar.records import Observation, Question
@@ -46,14 +46,12 @@ class Silent:
 
 @pytest.fixture(scope="module")
 def latent(random_model):
-    """Always-latent trajectories of two turns by a random model, its bench and sites."""
+    """Always-latent trajectories of two turns by a random model, its lab and sites."""
     model, tokenizer = random_model()
     engine = HFEngine(model, tokenizer)
     trajectories = run(QUESTIONS, engine, Silent(), Sampling(20, 1.0), modes="latent", max_turns=2)
-    bench, sites = Bench(engine), Bench(engine).sites(trajectories)
-    return SimpleNamespace(
-        model=model, tokenizer=tokenizer, bench=bench, trajectories=trajectories, sites=sites
-    )
+    lab, sites = InterventionLab(engine), InterventionLab(engine).sites(trajectories)
+    return SimpleNamespace(model=model, lab=lab, trajectories=trajectories, sites=sites)
 
 
 def expert_site(solved, number):
@@ -139,7 +137,7 @@ def test_a_name_probe_finds_names_from_a_linear_image_and_none_from_noise():
 
 def test_the_probe_table_holds_every_step_beside_its_controls(latent):
     options = {"targets": ("type", "bridge_entity"), "folds": 3, "least": 3, "resamples": 50}
-    table = probe_table(latent.sites, latent.model, latent.bench.codec, **options)
+    table = probe_table(latent.sites, latent.model, latent.lab.codec, **options)
     assert list(table["target"].unique()) == ["type"] and list(table["turn"]) == [1] * 4 + [2] * 4
     assert (
         list(table["k"]) == [1, 2, 3, 4] * 2
@@ -184,7 +182,7 @@ def test_step_sizes_are_distances_between_neighbours(latent):
 
 
 def test_the_mode_path_is_the_exact_probability_of_the_latent_mode(latent):
-    engine = latent.bench.engine
+    engine = latent.lab.engine
     expected = latent_probabilities(latent.model, engine.codec, latent.trajectories)
     path = geometry.mode_path(engine, latent.trajectories)
     np.testing.assert_allclose(path["p_latent"], np.concatenate(expected), rtol=1e-6)
@@ -196,23 +194,23 @@ def test_the_mode_path_is_the_exact_probability_of_the_latent_mode(latent):
 
 def test_an_explanation_is_the_lens_beside_the_turn_that_thinks_in_text(latent):
     site = latent.sites[2]
-    record = inspect(site.trajectory, latent.model, latent.tokenizer)
-    told = explain(record, latent.bench, site, max_new_tokens=12)
-    assert pseudo_text(record, 0).split(" | ") == [
-        record.lens(row)[0][0].strip() or "␣" for row in range(4)
+    readings = inspect(site.trajectory, latent.model, latent.lab.codec)
+    told = explain(readings, latent.lab, site, max_new_tokens=12)
+    assert pseudo_text(readings, 0).split(" | ") == [
+        readings.lens(row)[0][0].strip() or "␣" for row in range(4)
     ]
     thinking = run(
         [site.trajectory.question],
-        latent.bench.engine,
+        latent.lab.engine,
         Silent(),
-        Sampling(12 + len(latent.bench.codec.separator)),
+        Sampling(12 + len(latent.lab.codec.separator)),
         modes="think",
         max_turns=1,
     )[0]
-    written = latent.bench.codec.text(thinking.ids[thinking.turns[0].start :])
+    written = latent.lab.codec.text(thinking.ids[thinking.turns[0].start :])
     assert told.thought and "<think>" + told.thought == written.strip().split("</think>")[0]
-    assert told.pseudo_text == pseudo_text(record, 0) and told.same_action == (
+    assert told.pseudo_text == pseudo_text(readings, 0) and told.same_action == (
         told.latent_action == told.thought_action
     )
-    with pytest.raises(ValueError, match="the record is of"):
-        explain(record, latent.bench, latent.sites[0])
+    with pytest.raises(ValueError, match="readings are of"):
+        explain(readings, latent.lab, latent.sites[0])

@@ -9,8 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from alar.inspector import conclusions, fragments, inspect, report
-from alar.inspector.tokens import pieces, timeline
+from alar.inspector import conclusions, fragments, inspect
+from alar.inspector.report import LIMIT, write_report
+from alar.inspector.tokens import pieces, stretches
 from alar.records import Origin, Question, Trajectory, TurnRecord
 from alar.rollout.codec import Codec
 
@@ -113,22 +114,22 @@ def test_pieces_cover_every_token_once_and_keep_characters_whole(hostile, codec)
 
 
 def test_the_time_line_has_no_gaps(hostile):
-    found = timeline(hostile)
+    found = stretches(hostile)
     assert [stretch.kind for stretch in found] == ["prompt", "latent", "observation", "think"]
     assert [stretch.start for stretch in found[1:]] == [stretch.end for stretch in found[:-1]]
     assert (found[0].start, found[-1].end) == (0, len(hostile.ids))
-    assert fragments.timeline(hostile).count("flex:") == 4
+    assert fragments.timeline_html(hostile).count("flex:") == 4
 
 
 @pytest.fixture(scope="module")
 def page(hostile, latent_model, codec, tmp_path_factory):
-    record = inspect(hostile, *latent_model)
-    record = dataclasses.replace(record, pieces={token: HOSTILE for token in record.pieces})
-    path = report.write(
+    readings = inspect(hostile, latent_model[0], codec)
+    readings = dataclasses.replace(readings, pieces={token: HOSTILE for token in readings.pieces})
+    path = write_report(
         tmp_path_factory.mktemp("report") / "r.html",
         [hostile],
         codec,
-        records={0: record},
+        readings={0: readings},
         p_latent=[[0.25, 0.75]],
         title=HOSTILE,
         facts={HOSTILE: HOSTILE},
@@ -195,32 +196,31 @@ def test_fifty_trajectories_of_a_large_model_stay_below_five_megabytes(
         for i in range(50)
     ]
     assert min(len(t.ids) for t in long) > 250
-    record = inspect(long[0], *latent_model)
+    readings = inspect(long[0], latent_model[0], codec)
     deep = {
-        name: np.repeat(getattr(record, name)[:, :1], 29, axis=1)
+        name: np.repeat(getattr(readings, name)[:, :1], 29, axis=1)
         for name in ("lens_ids", "lens_probabilities", "lens_entropy")
     }
-    record = dataclasses.replace(
-        record, **deep, action_attention=np.repeat(record.action_attention[:, :1], 28, axis=1)
+    readings = dataclasses.replace(
+        readings, **deep, action_attention=np.repeat(readings.action_attention[:, :1], 28, axis=1)
     )
-    path = report.write(tmp_path / "r.html", long, codec, records=dict.fromkeys(range(50), record))
-    assert path.stat().st_size < report.LIMIT
+    path = write_report(
+        tmp_path / "r.html", long, codec, readings=dict.fromkeys(range(50), readings)
+    )
+    assert path.stat().st_size < LIMIT
     assert path.read_text().count('<details class="one">') == 50
 
 
 def test_no_trajectories_is_an_error(codec, tmp_path):
     with pytest.raises(ValueError, match="no trajectories to report on"):
-        report.write(tmp_path / "r.html", [], codec)
+        write_report(tmp_path / "r.html", [], codec)
 
 
 def test_the_command_names_what_is_missing(tmp_path, capsys):
     from alar.inspector.__main__ import main
 
     assert main([]) == 1 and "name a run folder" in capsys.readouterr().err
-    assert (
-        main([str(tmp_path)]) == 1
-        and "run notebook 08 in this folder first" in capsys.readouterr().err
-    )
+    assert main([str(tmp_path)]) == 1 and "run notebook 08" in capsys.readouterr().err
 
 
 def test_the_command_writes_the_report_of_a_run(latent_model, make, tmp_path, capsys):
@@ -266,7 +266,7 @@ def test_words_follow_from_the_numbers_by_the_stated_rule():
     def said(measure, kind, **row):
         changed = {"measure": "changed", "intervention": kind, "mean": 0.4}
         table = effect_rows(changed, {"measure": measure, "intervention": kind} | row)
-        return " ".join(conclusions.interventions(table))
+        return " ".join(conclusions.say_interventions(table))
 
     clear = {"mean": 0.7, "difference": 0.6, "difference_low": 0.5, "difference_high": 0.7}
     assert "z carries most of what the next action is about" in said("to_donor", "patch", **clear)
@@ -294,9 +294,9 @@ def test_the_kind_of_the_action_follows_z_only_if_the_numbers_say_so():
         "difference": 0.8,
         "difference_low": 0.6,
     }
-    assert "z carries what kind" in conclusions.kinds(effect_rows(row))[0]
-    assert "is not shown" in conclusions.kinds(effect_rows(row | {"difference_low": 0.0}))[0]
-    assert conclusions.kinds(effect_rows(row | {"measure": "kl"})) == []
+    assert "z carries what kind" in conclusions.say_kinds(effect_rows(row))[0]
+    assert "is not shown" in conclusions.say_kinds(effect_rows(row | {"difference_low": 0.0}))[0]
+    assert conclusions.say_kinds(effect_rows(row | {"measure": "kl"})) == []
 
 
 def test_a_probe_counts_only_beyond_both_controls():
@@ -314,18 +314,18 @@ def test_a_probe_counts_only_beyond_both_controls():
         "difference": 0.4,
         "difference_low": 0.3,
     }
-    assert "better than in the words" in conclusions.probes(pd.DataFrame([row]))[0]
+    assert "better than in the words" in conclusions.say_probes(pd.DataFrame([row]))[0]
     for weak in ({"difference_low": 0.0}, {"shuffled_high": 0.85}):
-        assert "not shown" in conclusions.probes(pd.DataFrame([row | weak]))[0]
+        assert "not shown" in conclusions.say_probes(pd.DataFrame([row | weak]))[0]
 
 
 def test_a_causal_map_names_its_strongest_place():
     places = [
         {"turn": 1, "k": k, "difference": 0.1 * k, "difference_low": 0.05 * k} for k in (1, 2)
     ]
-    assert "in 2 of 2 places (turn × k); most at turn 1, k = 2" in conclusions.causal_map(
+    assert "in 2 of 2 places (turn × k); most at turn 1, k = 2" in conclusions.say_causal_map(
         effect_rows(*places)
     )
-    assert "No single latent step" in conclusions.causal_map(
+    assert "No single latent step" in conclusions.say_causal_map(
         effect_rows(*({**p, "questions": 3} for p in places))
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from alar.inspector import inspect, plots, widgets
-from alar.inspector.interventions import KINDS, Bench, Intervention
+from alar.inspector.interventions import KINDS, Intervention, InterventionLab
 from alar.records import Origin, Question, Trajectory, TurnRecord
 from alar.rollout.hf import HFEngine
 from alar.study.publish import to_html
@@ -56,37 +56,37 @@ def trajectories(engine):
 
 
 @pytest.fixture(scope="module")
-def records(engine, trajectories):
-    return [inspect(t, engine.model, engine.codec.tokenizer) for t in trajectories]
+def readings(engine, trajectories):
+    return [inspect(t, engine.model, engine.codec) for t in trajectories]
 
 
 @pytest.fixture(scope="module")
-def bench(engine, trajectories):
+def lab(engine, trajectories):
     mean = np.mean([t.latents[:4] for t in trajectories], axis=0)
-    return Bench(engine, mean=mean, max_new_tokens=24)
+    return InterventionLab(engine, mean=mean, max_new_tokens=24)
 
 
 @pytest.fixture(scope="module")
-def twins(engine, trajectories, records, bench):
-    sites = bench.sites(trajectories)
+def twins(engine, trajectories, readings, lab):
+    sites = lab.sites(trajectories)
     return {
-        "browser": plots.trajectory(trajectories[0], engine.codec)[0],
-        "lens": plots.lens(records[0], 0)[0],
-        "panel": plots.panel(bench.effects([(sites[0], Intervention("patch"), sites[-1])]))[0],
-        "compare": plots.comparison({"alar": trajectories[0], "stage1": trajectories[2]})[0],
+        "browser": plots.draw_trajectory(trajectories[0], engine.codec)[0],
+        "lens": plots.draw_lens(readings[0], 0)[0],
+        "panel": plots.draw_panel(lab.effects([(sites[0], Intervention("patch"), sites[-1])]))[0],
+        "compare": plots.draw_comparison({"alar": trajectories[0], "stage1": trajectories[2]})[0],
     }
 
 
 @pytest.fixture
-def views(engine, trajectories, records, bench, twins):
+def views(engine, trajectories, readings, lab, twins):
     """Every view with its twin, as the notebook makes them."""
     codec = engine.codec
     chances = [[0.1 * (turn + 1) for turn in range(len(t.turns))] for t in trajectories]
     systems = {"alar": trajectories, "stage1": trajectories[::-1]}
     made = [
         widgets.trajectory_browser(trajectories, codec, chances, twins["browser"]),
-        widgets.lens_explorer(records, twins["lens"]),
-        widgets.intervention_panel(bench, bench.sites(trajectories), twins["panel"]),
+        widgets.lens_explorer(readings, twins["lens"]),
+        widgets.intervention_panel(lab, lab.sites(trajectories), twins["panel"]),
         widgets.checkpoint_comparison(
             systems, dict.fromkeys(systems, codec), None, twins["compare"]
         ),
@@ -114,13 +114,13 @@ def test_every_control_of_every_view_changes_what_is_shown(views):
             assert all('no">step' not in text for text in seen)
 
 
-def test_what_is_shown_is_what_the_values_say(views, records):
+def test_what_is_shown_is_what_the_values_say(views, readings):
     lens = views["lens"]
     lens.controls["question"].value = 2
     lens.controls["step"].value = 12
     lens.controls["layer"].value = 0
     assert "turn 3, k = 4, input z" in lens.output.value
-    token, probability = records[2].lens(11, 0)[0]
+    token, probability = readings[2].lens(11, 0)[0]
     assert f"{probability:.3f}" in lens.output.value
     lens.controls["question"].value = 0
     assert lens.controls["step"].max == 4 and "turn 1, k = 4" in lens.output.value
@@ -170,7 +170,7 @@ def test_published_pages_show_the_picture_and_no_widget(views, tmp_path):
 
 
 def test_a_click_computes_the_block_and_the_action_only(
-    views, bench, engine, trajectories, monkeypatch
+    views, lab, engine, trajectories, monkeypatch
 ):
     """The tokens before the block come from the cache: at most 24 new tokens a row, plus z and the
     closing tag."""
@@ -183,7 +183,7 @@ def test_a_click_computes_the_block_and_the_action_only(
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(engine.model.model, "forward", counted)
-    longest = max(len(site.action_ids) for site in bench.sites(trajectories))
+    longest = max(len(site.action_ids) for site in lab.sites(trajectories))
     for kind in KINDS:
         panel.controls["kind"].value = kind
         fed.clear()
@@ -194,18 +194,18 @@ def test_a_click_computes_the_block_and_the_action_only(
         assert 0 < sum(fed) <= 2 * (ROOM + 24) + scored, kind
 
 
-def test_pictures_come_with_the_numbers_in_them(records):
-    record = records[1]
-    table = plots.lens(record, 1)[1]
+def test_pictures_come_with_the_numbers_in_them(readings):
+    reading = readings[1]
+    table = plots.draw_lens(reading, 1)[1]
     row = table[(table["k"] == 3) & (table["layer"] == 2) & (table["rank"] == 1)].iloc[0]
-    place = record.rows(1)[2]
-    assert (row["token"], row["probability"]) == record.lens(place, 2)[0]
-    assert row["entropy"] == pytest.approx(record.lens_entropy[place, 2])
-    weights = plots.attention(records)[1]
+    place = reading.rows(1)[2]
+    assert (row["token"], row["probability"]) == reading.lens(place, 2)[0]
+    assert row["entropy"] == pytest.approx(reading.lens_entropy[place, 2])
+    weights = plots.draw_attention(readings)[1]
     looks = weights[weights["from"] == "latent step"].groupby("k")["weight"].sum()
     assert np.allclose(looks, 1, atol=1e-5)
-    cosines = plots.vectors(records)[1]
-    mean = np.mean([r.block_cosines(turn)[0, 3] for r in records for turn in r.latent_turns])
+    cosines = plots.draw_vectors(readings)[1]
+    mean = np.mean([r.block_cosines(turn)[0, 3] for r in readings for turn in r.latent_turns])
     assert cosines[(cosines["k"] == 1) & (cosines["other_k"] == 4)]["cosine"].iloc[
         0
     ] == pytest.approx(mean)

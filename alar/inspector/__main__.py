@@ -4,7 +4,7 @@ Jupyter.
     python -m alar.inspector runs/laptop/search -o report.html
     python -m alar.inspector --checkpoint FOLDER --trajectories FILE.jsonl -o report.html
 
-RUN is a run folder in which notebook 08 has been run; its trajectories are read with the checkpoint
+RUN is a run folder in which notebook 08 has been run. Its trajectories are read with the checkpoint
 that wrote them: the one that notebook 08 was given, else the last one that the run trained.
 """
 
@@ -25,19 +25,21 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m alar.inspector",
         description="Write one HTML file about a run's trajectories.",
     )
-    parser.add_argument("run", type=Path, nargs="?", help="run folder, such as runs/laptop/search")
-    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"))
-    parser.add_argument(
-        "--checkpoint", type=Path, help="model folder (default: the one that notebook 08 inspected)"
-    )
-    parser.add_argument(
-        "--trajectories", type=Path, help="JSON lines (default: those of notebook 08)"
-    )
-    parser.add_argument("--count", type=int, default=50, help="trajectories to show (default: 50)")
+    add = parser.add_argument
+    add("run", type=Path, nargs="?", help="run folder, such as runs/laptop/search")
+    add("-o", "--output", type=Path, default=Path("report.html"))
+    add("--checkpoint", type=Path, help="model folder (default: the one of notebook 08)")
+    add("--trajectories", type=Path, help="JSON lines (default: those of notebook 08)")
+    add("--count", type=int, default=50, help="trajectories to show (default: 50)")
     options = parser.parse_args(argv)
     try:
-        checkpoint, trajectories = _sources(options)
-        path = write_report(checkpoint, trajectories, options.output, options.count)
+        if options.run is None and not (options.checkpoint and options.trajectories):
+            raise ValueError("name a run folder, or both --checkpoint and --trajectories")
+        trajectories = options.trajectories or options.run / STAGE / "trajectories.jsonl"
+        if not trajectories.exists():
+            raise FileNotFoundError(f"{trajectories} does not exist; run notebook 08 first")
+        checkpoint = options.checkpoint or _checkpoint(options.run)
+        path = report_of_run(checkpoint, trajectories, options.output, options.count)
     except (FileNotFoundError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -45,9 +47,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def write_report(checkpoint: Path, trajectories: Path, output: Path, count: int) -> Path:
-    """Read the first `count` trajectories with the model that wrote them, and write their report."""
-    from alar.inspector import inspect, report
+def report_of_run(checkpoint: Path, trajectories: Path, output: Path, count: int) -> Path:
+    """Read `count` trajectories with the model that wrote them, and write their report."""
+    from alar.inspector import inspect
+    from alar.inspector.report import write_report
     from alar.model import load
     from alar.records import read_trajectories
     from alar.rollout.codec import Codec
@@ -55,47 +58,30 @@ def write_report(checkpoint: Path, trajectories: Path, output: Path, count: int)
 
     model, tokenizer = load(checkpoint)
     codec, shown = Codec.of(model, tokenizer), read_trajectories(trajectories)[:count]
-    records = {
-        index: inspect(t, model, tokenizer) for index, t in enumerate(shown) if len(t.latents)
+    readings = {
+        index: inspect(trajectory, model, codec)
+        for index, trajectory in enumerate(shown)
+        if len(trajectory.latents)
     }
-    return report.write(
-        output,
-        shown,
-        codec,
-        records=records,
-        p_latent=latent_probabilities(model, codec, shown),
-        facts={
-            "checkpoint": (
-                checkpoint.name if checkpoint.name != "checkpoint" else checkpoint.parent.name
-            )
-        },
+    name = checkpoint.parent.name if checkpoint.name == "checkpoint" else checkpoint.name
+    chances = latent_probabilities(model, codec, shown)
+    return write_report(
+        output, shown, codec, readings=readings, p_latent=chances, facts={"checkpoint": name}
     )
 
 
-def _sources(options) -> tuple[Path, Path]:
-    run, checkpoint, trajectories = options.run, options.checkpoint, options.trajectories
-    if run is None and not (checkpoint and trajectories):
-        raise ValueError("name a run folder, or both --checkpoint and --trajectories")
-    if trajectories is None:
-        trajectories = run / STAGE / "trajectories.jsonl"
-        if not trajectories.exists():
-            raise FileNotFoundError(
-                f"{trajectories} does not exist; run notebook 08 in this folder first"
-            )
-    if checkpoint is None:
-        asked = run / "executed" / f"{STAGE}.params.yaml"
-        given = (
-            yaml.safe_load(asked.read_text(encoding="utf-8"))["checkpoint"]
-            if asked.exists()
-            else ""
-        )
-        trained = [Path(given)] if given else [run / stage / "checkpoint" for stage in CHECKPOINTS]
-        found = [folder for folder in trained if folder.exists()]
-        if not found:
-            tried = ", ".join(map(str, trained))
-            raise FileNotFoundError(f"{run}: no checkpoint at {tried}; name one with --checkpoint")
-        checkpoint = found[0]
-    return checkpoint, trajectories
+def _checkpoint(run: Path) -> Path:
+    """What notebook 08 was given, else the last checkpoint of the run."""
+    tried = [run / stage / "checkpoint" for stage in CHECKPOINTS]
+    asked = run / "executed" / f"{STAGE}.params.yaml"
+    if asked.exists():
+        given = yaml.safe_load(asked.read_text(encoding="utf-8"))["checkpoint"]
+        tried = [Path(given)] if given else tried
+    for folder in tried:
+        if folder.exists():
+            return folder
+    names = ", ".join(map(str, tried))
+    raise FileNotFoundError(f"{run}: no checkpoint at {names}; name one with --checkpoint")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Attention weights of a few queries, taken during an ordinary forward pass.
 
-All weights of a trajectory of T tokens would be layers × heads × T × T numbers, of which the
-inspector needs the rows of latent positions and of actions only. `watched_attention` attends as
-usual and stores the softmax weights of those rows, averaged over the heads; they equal what
+All weights of T tokens would be layers × heads × T × T numbers; the inspector needs only the rows
+of latent positions and of actions. `watched_attention` attends as usual and stores the softmax
+weights of those rows, averaged over the heads. They equal those that
 `attn_implementation="eager"` reports.
 """
 
@@ -20,12 +20,11 @@ WATCHED = "watched"
 
 
 class Watch:
-    """`queries` are positions of one sequence; after a forward pass `weights()` is (queries,
-    layers, T), mean over heads."""
+    """Weights of `queries`, positions of one sequence, as mean over the heads."""
 
     def __init__(self, queries: list[int], layers: int):
         self.queries = torch.tensor(queries, dtype=torch.long)
-        self.layers: list[Tensor | None] = [None] * layers
+        self.layers: list[Tensor | None] = [None] * layers  # each (queries, T)
 
     def take(
         self,
@@ -36,14 +35,12 @@ class Watch:
     ) -> None:
         places = self.queries.to(query.device)
         chosen = query[0, :, places].float()  # (heads, queries, D)
-        keys = (
-            key[0].float().repeat_interleave(query.shape[1] // key.shape[1], dim=0)
-        )  # (heads, T, D)
+        groups = query.shape[1] // key.shape[1]  # query heads that share a key head
+        keys = key[0].float().repeat_interleave(groups, dim=0)  # (heads, T, D)
         scores = chosen @ keys.transpose(1, 2) * scale  # (heads, queries, T)
         future = torch.arange(key.shape[2], device=query.device) > places[:, None]
-        self.layers[layer] = (
-            scores.masked_fill(future, float("-inf")).softmax(-1).mean(0).cpu()
-        )  # (queries, T)
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        self.layers[layer] = weights.mean(0).cpu()
 
     def weights(self) -> Float[Tensor, "queries layers T"]:
         return torch.stack(self.layers, dim=1)
@@ -52,8 +49,8 @@ class Watch:
 def watched_attention(
     module, query, key, value, attention_mask, dropout=0.0, scaling=None, *, watch: Watch, **kwargs
 ):
-    """The function registered with transformers: one causal sequence without padding, (1, heads, T,
-    D) → (1, T, heads, D)."""
+    """The function registered with transformers, for one causal sequence without padding:
+    (1, heads, T, D) → (1, T, heads, D)."""
     watch.take(module.layer_idx, query, key, scaling)
     return grouped_sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 

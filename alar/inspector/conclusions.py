@@ -11,7 +11,7 @@ import pandas as pd
 from alar.inspector.plots.effects import ENOUGH, KIND_NAMES
 from alar.inspector.plots.spaces import TARGET_NAMES
 
-LEAST_KL = 0.01  # nats: less is no difference that anyone would notice in an action
+LEAST_KL = 0.01  # nats: nobody would notice a smaller difference in an action
 RULE = (
     "A difference counts as shown when its 95 % interval (bootstrap over questions) excludes 0 and"
     f" it rests on at least {ENOUGH} questions; a difference in KL must also be at least {LEAST_KL}"
@@ -19,28 +19,27 @@ RULE = (
 )
 
 
-def interventions(summary: pd.DataFrame) -> list[str]:
-    """Sentences about whole blocks, from `alar.inspector.effects.summarise`: use, identity,
+def say_interventions(summary: pd.DataFrame) -> list[str]:
+    """Sentences about whole blocks, from `alar.inspector.effects.mean_effects`: use, identity,
     content, order, cost."""
     found = [_use(summary), _which(summary), _content(summary), _order(summary), _cost(summary)]
     return [sentence for sentence in found if sentence]
 
 
-def causal_map(table: pd.DataFrame) -> str:
-    """Which single steps matter, from `alar.inspector.effects.causal_map`."""
+def say_causal_map(table: pd.DataFrame) -> str:
+    """Which single steps matter, from `alar.inspector.effects.step_effects`."""
     shown = table[_above(table, LEAST_KL)]
     if shown.empty:
         return "No single latent step changes the action more than its random control does."
     best = shown.loc[shown["difference"].idxmax()]
     return (
         f"Single steps matter in {len(shown)} of {len(table)} places (turn × k); most at turn"
-        f" {int(best['turn'])}, k = {int(best['k'])}:"
-        f" {_span(best, 'difference', 'difference_low', 'difference_high', 1)} nats above the"
+        f" {int(best['turn'])}, k = {int(best['k'])}: {_nats(best, 'difference')} nats above the"
         " control."
     )
 
 
-def kinds(summary: pd.DataFrame) -> list[str]:
+def say_kinds(summary: pd.DataFrame) -> list[str]:
     """Whether the kind of the action follows z, from a summary of patches whose donors acted
     differently."""
     rows = _whole(summary, "to_donor_kind")
@@ -49,36 +48,29 @@ def kinds(summary: pd.DataFrame) -> list[str]:
     row = rows.iloc[0]
     moved = (
         "With the z of a turn that searched or called where this one answers, or the reverse, the"
-        f" policy does as the donor did in {_percent(row)} of the turns (random control"
-        f" {_percent(row, 'control', 'control_low', 'control_high')})"
+        f" policy does as the donor did in {_percent(row)} of the turns"
+        f" (random control {_percent(row, 'control')})"
     )
     if _above(rows)[row.name]:
         return [f"{moved}: z carries what kind of action comes next."]
     return [f"{moved}: that z carries the kind of the next action is not shown."]
 
 
-def probes(table: pd.DataFrame) -> list[str]:
+def say_probes(table: pd.DataFrame) -> list[str]:
     """What z holds beyond the words of the question, from `alar.inspector.probes.probe_table`: one
     sentence per target."""
     said = []
     for target, rows in table.groupby("target", sort=False):
-        name = TARGET_NAMES.get(target, target)
         best = rows.loc[rows["difference"].idxmax()]
         scores = (
-            f"{_percent(best, 'accuracy', 'accuracy_low', 'accuracy_high')} from z at its best"
-            f" place, turn {int(best['turn'])}, k = {int(best['k'])}; {100 * best['embedding']:.0f}"
-            f" % from the question's words, {100 * best['shuffled']:.0f} % with shuffled labels"
+            f"{_percent(best, 'accuracy')} from z at its best place, turn {int(best['turn'])},"
+            f" k = {int(best['k'])}; {100 * best['embedding']:.0f} % from the question's words,"
+            f" {100 * best['shuffled']:.0f} % with shuffled labels"
         )
+        found = "that z holds more of it than the words of the question is not shown"
         if _above(rows)[best.name] and best["accuracy_low"] > best["shuffled_high"]:
-            said.append(
-                f"{name}: a linear probe reads it in z better than in the words of the question"
-                f" ({scores})."
-            )
-        else:
-            said.append(
-                f"{name}: that z holds more of it than the words of the question is not shown"
-                f" ({scores})."
-            )
+            found = "a linear probe reads it in z better than in the words of the question"
+        said.append(f"{TARGET_NAMES.get(target, target)}: {found} ({scores}).")
     return said
 
 
@@ -93,33 +85,29 @@ def _use(summary: pd.DataFrame) -> str:
             "No replacement of z changes the distribution of the action more than an equally long"
             " random step does: that the action uses what z says is not shown."
         )
-    names = ", ".join(KIND_NAMES[kind] for kind in shown["intervention"])
-    best = shown.loc[shown["difference"].idxmax()]
-    changed = _whole(summary, "changed").set_index("intervention").loc[best["intervention"]]
+    names = ", ".join(shown["intervention"].map(KIND_NAMES))
+    best = shown.loc[shown["difference"].idxmax(), "intervention"]
+    changed = _whole(summary, "changed", best).iloc[0]
     return (
         f"The action depends on z: {len(shown)} of {len(rows)} replacements change its distribution"
-        f" beyond their random control ({names}), most of all {KIND_NAMES[best['intervention']]},"
-        f" which changes the action itself in {_percent(changed)} of the turns (control"
-        f" {_percent(changed, 'control', 'control_low', 'control_high')})."
+        f" beyond their random control ({names}), most of all {KIND_NAMES[best]}, which changes the"
+        f" action itself in {_percent(changed)} of the turns"
+        f" (control {_percent(changed, 'control')})."
     )
 
 
 def _which(summary: pd.DataFrame) -> str:
     """Whether it matters which thought it is, or only that there is one."""
-    rows = _whole(summary, "kl")
-    patched, others = (
-        rows[rows["intervention"] == "patch"],
-        rows[~rows["intervention"].isin(("patch", "shuffle"))],
-    )
+    patched, rows = _whole(summary, "kl", "patch"), _whole(summary, "kl")
     if patched.empty:
         return ""
-    row = patched.iloc[0]
-    values = _nats(row)
-    if _above(patched, LEAST_KL)[row.name]:
+    values = _beside_control(patched.iloc[0])
+    if _above(patched, LEAST_KL).any():
         return (
             "It matters which thought it is: another question's z changes the distribution of the"
             f" action ({values})."
         )
+    others = rows[~rows["intervention"].isin(("patch", "shuffle"))]
     if _above(others, LEAST_KL).any():
         return (
             "In these turns it matters that there is a thought; that it matters which one is not"
@@ -129,31 +117,26 @@ def _which(summary: pd.DataFrame) -> str:
 
 
 def _content(summary: pd.DataFrame) -> str:
-    rows = _whole(summary, "to_donor")
-    rows = rows[rows["intervention"] == "patch"]
+    rows = _whole(summary, "to_donor", "patch")
     if rows.empty:
         return ""
     row = rows.iloc[0]
     moved = (
         f"With another question's z the policy writes that question's action in {_percent(row)} of"
-        f" the turns (random control {_percent(row, 'control', 'control_low', 'control_high')})"
+        f" the turns (random control {_percent(row, 'control')})"
     )
-    if _above(rows)[row.name]:
-        return (
-            f"{moved}: z carries {'most' if row['mean'] > 0.5 else 'a part'} of what the next"
-            " action is about."
-        )
-    return f"{moved}: that z carries the content of the action is not shown."
+    if not _above(rows).any():
+        return f"{moved}: that z carries the content of the action is not shown."
+    share = "most" if row["mean"] > 0.5 else "a part"
+    return f"{moved}: z carries {share} of what the next action is about."
 
 
 def _order(summary: pd.DataFrame) -> str:
-    rows = _whole(summary, "kl")
-    rows = rows[rows["intervention"] == "shuffle"]
+    rows = _whole(summary, "kl", "shuffle")
     if rows.empty:
         return ""
-    row = rows.iloc[0]
-    values = _nats(row)
-    if _above(rows, LEAST_KL)[row.name]:
+    values = _beside_control(rows.iloc[0])
+    if _above(rows, LEAST_KL).any():
         return (
             "The order of the steps matters: reordering them changes the action beyond its control"
             f" ({values})."
@@ -171,34 +154,36 @@ def _cost(summary: pd.DataFrame) -> str:
     worst = shown.loc[shown["difference"].idxmin()]
     return (
         f"{KIND_NAMES[worst['intervention']].capitalize()} costs most: {_percent(worst)} of the"
-        f" answers are correct then, {_percent(worst, 'control', 'control_low', 'control_high')}"
-        " under its control."
+        f" answers are correct then, {_percent(worst, 'control')} under its control."
     )
 
 
 def _above(rows: pd.DataFrame, least: float = 0.0) -> pd.Series:
     """Where a difference counts as shown."""
-    return (
-        (rows["difference_low"] > 0) & (rows["difference"] >= least) & (rows["questions"] >= ENOUGH)
-    )
+    clear = (rows["difference_low"] > 0) & (rows["difference"] >= least)
+    return clear & (rows["questions"] >= ENOUGH)
 
 
-def _whole(summary: pd.DataFrame, measure: str) -> pd.DataFrame:
-    return summary[(summary["k"] == 0) & (summary["measure"] == measure)]
+def _whole(summary: pd.DataFrame, measure: str, kind: str = "") -> pd.DataFrame:
+    """The rows of one measure where the whole block was replaced, by `kind` if one is named."""
+    rows = summary[(summary["k"] == 0) & (summary["measure"] == measure)]
+    return rows[rows["intervention"] == kind] if kind else rows
 
 
-def _percent(row, *names: str) -> str:
-    return _span(row, *(names or ("mean", "low", "high")), 100, "%") + " %"
+def _interval(row: pd.Series, name: str) -> list[float]:
+    ends = ("low", "high") if name == "mean" else (f"{name}_low", f"{name}_high")
+    return [row[column] for column in (name, *ends)]
 
 
-def _nats(row) -> str:
-    return (
-        f"{_span(row, 'mean', 'low', 'high', 1)} nats, control"
-        f" {_span(row, 'control', 'control_low', 'control_high', 1)}"
-    )
+def _percent(row: pd.Series, name: str = "mean") -> str:
+    value, low, high = (100 * number for number in _interval(row, name))
+    return f"{value:.0f} [{low:.0f}, {high:.0f}] %"
 
 
-def _span(row, mean: str, low: str, high: str, scale: float, kind: str = "") -> str:
-    digits = 0 if kind == "%" else 3
-    value, below, above = (scale * row[name] for name in (mean, low, high))
-    return f"{value:.{digits}f} [{below:.{digits}f}, {above:.{digits}f}]"
+def _nats(row: pd.Series, name: str) -> str:
+    value, low, high = _interval(row, name)
+    return f"{value:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def _beside_control(row: pd.Series) -> str:
+    return f"{_nats(row, 'mean')} nats, control {_nats(row, 'control')}"

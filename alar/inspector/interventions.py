@@ -8,14 +8,15 @@ compare.
     patch    the z of a donor, another question's latent turn
     drop     the position is taken out, later tokens move up
 
-for the whole block or for one step k. Each has a random control: z moved by *the same distance* in
-a random direction; for `drop`, the position kept and filled with a random direction of the same
-norm. What an intervention does beyond its control is owed to where z was moved, not to how far.
+Each acts on the whole block or on one step k, and each has a random control: z moved by *the same
+distance* in a random direction. The control of `drop` keeps the position and fills it with a random
+direction of the same norm. If an intervention does more than its control, it matters where z was
+moved, and not only how far.
 
 The action is written greedily by the engine that writes all turns, and scored by teacher forcing:
 KL(intact ‖ replaced) of the next-token distribution, mean over the tokens of the recorded action,
 in nats. Both compute the tokens up to `<latent>` once. The intact action is written in the same
-way, so that a sampled trajectory is no effect.
+way, so that sampling in the recorded trajectory does not look like an effect.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -58,24 +60,18 @@ class Intervention:
 
 @dataclass(frozen=True)
 class Effect:
-    """What one intervention did. `action` is what stands behind `</latent>`, `reference` the same
-    with z intact.
-
-    `donor_gain`: how much likelier the donor's recorded action became, nats per token; NaN (and
-    `to_donor` False) without a donor. `distance` is the mean ‖z′ − z‖ of the steps that changed
-    (NaN for "drop").
-    """
+    """What one intervention did."""
 
     site: Site
     intervention: Intervention
-    z: np.ndarray  # what was fed
+    z: np.ndarray  # (K′, H): what was fed
     output: TurnOutput  # what the policy wrote behind `</latent>`
-    action: str
-    reference: str
-    kl: float
-    distance: float
-    donor_action: str = ""
-    donor_gain: float = float("nan")
+    action: str  # the same as text
+    reference: str  # what it writes there with z intact
+    kl: float  # nats per token
+    distance: float  # mean ‖z′ − z‖ of the steps that changed; NaN for "drop"
+    donor_action: str = ""  # as recorded; "" without a donor
+    donor_gain: float = float("nan")  # by how much that became likelier, nats per token
 
     @property
     def changed(self) -> bool:
@@ -88,16 +84,20 @@ class Effect:
 
     @property
     def to_donor_kind(self) -> float:
-        """Whether the action became one of the donor's kind, "search" or "answer" for example; NaN
-        if it was of that kind."""
-        reference, donor, own = map(_kind, (self.reference, self.donor_action, self.action))
-        return float("nan") if not donor or donor == reference else float(own == donor)
+        """Whether the action became one of the donor's kind, such as "search" or "answer"; NaN if
+        it was of that kind already or there is no donor."""
+        donor = _kind(self.donor_action)
+        if donor in ("", _kind(self.reference)):
+            return float("nan")
+        return float(_kind(self.action) == donor)
 
 
 def _kind(action: str) -> str:
     """The name of its tag; "text" for an answer without one."""
+    if not action:
+        return ""
     found = _TAG.match(action)
-    return found[1] if found else "text" if action else ""
+    return found[1] if found else "text"
 
 
 def replaced(
@@ -108,39 +108,44 @@ def replaced(
     donor: Float[np.ndarray, "K H"] | None = None,
     mean: Float[np.ndarray, "K H"] | None = None,
 ) -> Float[np.ndarray, "K′ H"]:
-    """z after the intervention; K′ < K for "drop". ValueError where it needs what is not given."""
+    """z after the intervention; K′ < K for "drop".
+
+    ValueError for a step outside the block, a single step to shuffle, or a donor or mean that is
+    missing or of another shape.
+    """
     kind, step, total = intervention.kind, intervention.step, len(z)
     if step is not None and not 0 <= step < total:
         raise ValueError(f"step {step}: this block has the steps 0 to {total - 1}")
-    for wanted, given in (("patch", donor), ("mean", mean)):
-        if kind == wanted and (given is None or given.shape != z.shape):
-            shape = "none" if given is None else given.shape
-            raise ValueError(
-                f"{kind} needs {'a donor' if kind == 'patch' else 'mean thoughts'} of shape"
-                f" {z.shape}, got {shape}"
-            )
     if kind == "shuffle" and total < 2:
         raise ValueError("shuffle needs at least two latent steps, this block has one")
+    if kind == "drop" and intervention.control:
+        kind = "noise"  # the position stays
     chosen = np.arange(total) if step is None else np.array([step])
-    new = z.copy()
+    new = z.copy()  # (K, H)
     if kind == "zero":
         new[chosen] = 0
     elif kind == "mean":
-        new[chosen] = mean[chosen]
+        new[chosen] = _like(z, mean, "mean thoughts")[chosen]
     elif kind == "patch":
-        new[chosen] = donor[chosen]
-    elif kind == "noise" or (kind == "drop" and intervention.control):
-        new[chosen] = _directions(rng, len(chosen), z.shape[1]) * np.linalg.norm(
-            z[chosen], axis=1, keepdims=True
-        )
+        new[chosen] = _like(z, donor, "a donor")[chosen]
+    elif kind == "noise":
+        norms = np.linalg.norm(z[chosen], axis=1, keepdims=True)
+        new[chosen] = _directions(rng, len(chosen), z.shape[1]) * norms
     elif kind == "shuffle":
         new = z[_order(rng, total, step)]
     elif kind == "drop":
         new = np.delete(z, chosen, axis=0)
-    if intervention.control and kind != "drop":
-        distance = np.linalg.norm(new - z, axis=1, keepdims=True)
+    if intervention.control and intervention.kind != "drop":
+        distance = np.linalg.norm(new - z, axis=1, keepdims=True)  # (K, 1)
         new = z + distance * _directions(rng, total, z.shape[1])
     return new.astype(np.float32)
+
+
+def _like(z: np.ndarray, given: np.ndarray | None, what: str) -> np.ndarray:
+    shape = None if given is None else given.shape
+    if shape != z.shape:
+        raise ValueError(f"this intervention needs {what} of shape {z.shape}, got {shape}")
+    return given
 
 
 def _directions(rng: np.random.Generator, rows: int, width: int) -> np.ndarray:
@@ -155,17 +160,17 @@ def _order(rng: np.random.Generator, total: int, step: int | None) -> np.ndarray
         other = (step + rng.integers(1, total)) % total
         order[[step, other]] = order[[other, step]]
         return order
-    while (order == np.arange(total)).all():
+    while (order == np.arange(total)).all():  # an unchanged order is no intervention
         order = rng.permutation(total)
     return order
 
 
-class Bench:
+class InterventionLab:
     """Interventions on the turns of one engine's model. `mean` (K, H) serves "mean".
 
     At most `max_new_tokens` tokens are written behind `</latent>`, up to one of the `stop` strings;
-    `stop` and `form` are the domain's (the search domain's by default). Random draws depend on
-    `seed`, question, turn and intervention only. Make a new bench when the weights change.
+    `stop` and `form` are the domain's. Random draws depend only on `seed`, question, turn and
+    intervention. Make a new lab when the weights change: it keeps keys, values and intact actions.
     """
 
     def __init__(
@@ -183,161 +188,148 @@ class Bench:
         self.form, self.mean, self.seed, self.batch_size = form, mean, seed, batch_size
         self.sampling = Sampling(max_new_tokens, 0.0, stop=stop)
         self._references: dict[Site, str] = {}
-        self._prefix: tuple[Site, list[tuple[Tensor, Tensor]]] | None = (
-            None  # the last site's keys and values
-        )
+        self._kept: tuple[Site, list[tuple[Tensor, Tensor]]] | None = None  # of the last site
 
     def sites(self, trajectories: Sequence[Trajectory]) -> list[Site]:
         return sites(trajectories, self.model.config, self.codec)
 
     def thoughts(
         self, site: Site, intervention: Intervention, donor: Site | None = None
-    ) -> np.ndarray:
+    ) -> Float[np.ndarray, "K′ H"]:
         """z of the site after the intervention."""
+        # Seeded by name, so that a result does not depend on what was drawn before it.
         name = f"{site.trajectory.question.id} {site.block.turn} {intervention}"
         rng = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
-        return replaced(
-            site.z, intervention, rng, donor=None if donor is None else donor.z, mean=self.mean
-        )
+        donated = None if donor is None else donor.z
+        return replaced(site.z, intervention, rng, donor=donated, mean=self.mean)
 
     def effect(self, site: Site, intervention: Intervention, donor: Site | None = None) -> Effect:
-        """One intervention, for an interactive view."""
         return self.effects([(site, intervention, donor)])[0]
 
     def effects(self, cases: Sequence[tuple[Site, Intervention, Site | None]]) -> list[Effect]:
-        """Effect of every (site, intervention, donor), in order. Cases of one site should stand
-        next to each other."""
-        thoughts = [self.thoughts(*case) for case in cases]
+        """Effect of every (site, intervention, donor), in order.
+
+        Cases of one site and donor that follow each other share their forward passes.
+        """
+        fed = [self.thoughts(*case) for case in cases]  # (K′, H) each
         unknown = list(dict.fromkeys(site for site, _, _ in cases if site not in self._references))
-        outputs = self.write(
-            [(site, site.z) for site in unknown]
-            + [(case[0], z) for case, z in zip(cases, thoughts)]
-        )
+        pairs = [(site, site.z) for site in unknown]  # the intact actions come first
+        pairs += [(site, z) for (site, _, _), z in zip(cases, fed)]
+        outputs = self._write(pairs)
         for site, output in zip(unknown, outputs):
-            self._references[site] = self.action_text(output)
-        return [
-            self._effect(case, z, output, scores)
-            for case, z, output, scores in zip(
-                cases, thoughts, outputs[len(unknown) :], self._scores(cases, thoughts)
+            self._references[site] = self._text(output.ids)
+        outputs, scores = outputs[len(unknown) :], self._scores(cases, fed)
+        found = []
+        for (site, change, donor), z, output, (kl, gain) in zip(cases, fed, outputs, scores):
+            found.append(
+                Effect(
+                    site,
+                    change,
+                    z,
+                    output,
+                    action=self._text(output.ids),
+                    reference=self._references[site],
+                    kl=kl,
+                    distance=_distance(site.z, z),
+                    donor_action="" if donor is None else self._text(donor.action_ids),
+                    donor_gain=gain,
+                )
             )
-        ]
+        return found
 
-    def _effect(
-        self, case, z: np.ndarray, output: TurnOutput, scores: tuple[float, float]
-    ) -> Effect:
-        site, intervention, donor = case
-        moved = np.linalg.norm(z - site.z, axis=1) if z.shape == site.z.shape else np.zeros(0)
-        return Effect(
-            site,
-            intervention,
-            z,
-            output,
-            self.action_text(output),
-            self._references[site],
-            scores[0],
-            float(moved[moved > 0].mean()) if moved.any() else 0.0 if len(moved) else float("nan"),
-            "" if donor is None else self.codec.text(donor.action_ids).strip(),
-            scores[1],
-        )
+    def _text(self, ids: list[int]) -> str:
+        return self.codec.text(ids).strip()
 
-    def action_text(self, output: TurnOutput) -> str:
-        return self.codec.text(output.ids).strip()
-
-    def write(self, pairs: Sequence[tuple[Site, np.ndarray]]) -> list[TurnOutput]:
+    def _write(self, pairs: Sequence[tuple[Site, np.ndarray]]) -> list[TurnOutput]:
         """What the policy writes greedily behind `</latent>`, for each site with these z."""
         outputs: list[TurnOutput] = []
         for start in range(0, len(pairs), self.batch_size):
-            requests = [
-                TurnRequest(number, self._context(site, len(z)), site.earlier_z + list(z))
-                for number, (site, z) in enumerate(pairs[start : start + self.batch_size])
-            ]
+            requests = []
+            for session, (site, z) in enumerate(pairs[start : start + self.batch_size]):
+                latent = [self.codec.latent_token_id] * len(z)
+                ids = site.prefix + latent + self.codec.latent_close
+                requests.append(TurnRequest(session, ids, site.earlier_z + list(z)))
             outputs += self.engine.generate(requests, self.sampling)
             self.engine.release([request.session for request in requests])
         return outputs
 
-    def _context(self, site: Site, steps: int) -> list[int]:
-        return site.prefix + [self.codec.latent_token_id] * steps + self.codec.latent_close
-
-    def _scores(self, cases, thoughts: Sequence[np.ndarray]) -> list[tuple[float, float]]:
-        """(KL, donor gain) of every case; cases of one site that follow each other share a forward
-        pass."""
+    def _scores(self, cases, fed: Sequence[np.ndarray]) -> list[tuple[float, float]]:
+        """(KL, donor gain) of every case."""
         scores: list[tuple[float, float]] = []
-        while len(scores) < len(cases):
-            first = len(scores)
-            site, _, donor = cases[first]
-            last = first
-            while (
-                last < len(cases)
-                and cases[last][0] is site
-                and cases[last][2] is donor
-                and last - first < self.batch_size
-            ):
-                last += 1
-            variants = [site.z, *thoughts[first:last]]
-            logprobs = self.next_token_logprobs(site, variants, site.action_ids)
-            divergence = (
-                (logprobs[0].exp() * (logprobs[0] - logprobs)).sum(-1).mean(-1)
-            )  # (variants,)
-            gain = torch.full_like(divergence, float("nan"))
-            if donor is not None:
-                wanted = torch.tensor(donor.action_ids, device=logprobs.device)
-                likely = self.next_token_logprobs(
-                    site, variants, donor.action_ids
-                )  # (variants, A, V)
-                likely = likely.gather(-1, wanted[None, :, None].expand(len(likely), -1, 1)).mean(
-                    (1, 2)
-                )
-                gain = likely - likely[0]
-            scores += list(zip(divergence[1:].tolist(), gain[1:].tolist()))
+        # Sites compare by identity: a run is of one site and one donor.
+        runs = groupby(zip(cases, fed), key=lambda pair: (pair[0][0], pair[0][2]))
+        for (site, donor), run in runs:
+            changed = [z for _, z in run]
+            for start in range(0, len(changed), self.batch_size):
+                chunk = changed[start : start + self.batch_size]
+                scores += self._scores_at(site, donor, chunk)
         return scores
+
+    def _scores_at(self, site: Site, donor: Site | None, changed: Sequence[np.ndarray]):
+        variants = [site.z, *changed]  # n of them, the intact one first
+        logprobs = self.next_token_logprobs(site, variants, site.action_ids)  # (n, A, V)
+        intact = logprobs[0]
+        divergence = (intact.exp() * (intact - logprobs)).sum(-1).mean(-1)  # (n,)
+        gain = torch.full_like(divergence, float("nan"))
+        if donor is not None:
+            logprobs = self.next_token_logprobs(site, variants, donor.action_ids)  # (n, A', V)
+            wanted = torch.tensor(donor.action_ids, device=logprobs.device)[None, :, None]
+            likely = logprobs.gather(-1, wanted.expand(len(variants), -1, 1)).mean((1, 2))  # (n,)
+            gain = likely - likely[0]
+        return list(zip(divergence[1:].tolist(), gain[1:].tolist()))
 
     @torch.no_grad()
     def next_token_logprobs(
         self, site: Site, variants: Sequence[np.ndarray], action: Sequence[int]
-    ) -> Float[Tensor, "variants A V"]:
+    ) -> Float[Tensor, "n A V"]:
         """Log-probs (float64) of the next token at every token of `action`, teacher-forced behind
-        each of the z variants.
+        each of n variants of z, which may differ in length.
 
-        The prefix is computed once and kept for the next call; variants may differ in length.
+        The prefix is computed once and kept for the next call.
         """
-        embed, device, close = (
-            self.model.get_input_embeddings(),
-            self.engine.device,
-            self.codec.latent_close,
-        )
+        embed, close = self.model.get_input_embeddings(), self.codec.latent_close
+        device = self.engine.device
         text = embed(torch.tensor([*close, *action[:-1]], dtype=torch.long, device=device))
-        rows = [torch.cat([torch.as_tensor(z).to(text), text]) for z in variants]
-        inputs = torch.nn.utils.rnn.pad_sequence(
-            rows, batch_first=True
-        )  # padding stands behind all that is read
+        rows = [torch.cat([torch.as_tensor(z).to(text), text]) for z in variants]  # (K′ + T, H)
+        # Padding stands behind all that is read, so it needs no mask.
+        inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        count = len(rows)
         past = DynamicCache(
             [
-                (k.expand(len(rows), -1, -1, -1), v.expand(len(rows), -1, -1, -1))
-                for k, v in self._keys(site)
+                (k.expand(count, -1, -1, -1), v.expand(count, -1, -1, -1))
+                for k, v in self._past(site)
             ]
         )
         with grouped_attention(self.model):
-            hidden = self.model.model(
-                inputs_embeds=inputs, past_key_values=past, use_cache=True
-            ).last_hidden_state
+            output = self.model.model(inputs_embeds=inputs, past_key_values=past, use_cache=True)
+        # The last piece of `</latent>` predicts the action's first token.
         starts = torch.tensor([len(z) + len(close) - 1 for z in variants], device=device)
-        places = starts[:, None] + torch.arange(len(action), device=device)  # (variants, A)
-        read = hidden[torch.arange(len(rows), device=device)[:, None], places]  # (variants, A, H)
+        places = starts[:, None] + torch.arange(len(action), device=device)  # (n, A)
+        row = torch.arange(count, device=device)[:, None]
+        read = output.last_hidden_state[row, places]  # (n, A, H)
         return torch.log_softmax(policy_logits(self.model, read).double(), dim=-1)
 
-    def _keys(self, site: Site) -> list[tuple[Tensor, Tensor]]:
+    def _past(self, site: Site) -> list[tuple[Tensor, Tensor]]:
         """Keys and values (1, kv heads, T, D) of every layer for the tokens before the block."""
-        if self._prefix is None or self._prefix[0] is not site:
+        if self._kept is None or self._kept[0] is not site:
             ids = torch.tensor(site.prefix, device=self.engine.device)
-            embeddings = self.model.get_input_embeddings()(ids)
-            if site.block.row:
-                embeddings[ids == self.codec.latent_token_id] = torch.as_tensor(
-                    np.stack(site.earlier_z)
-                ).to(embeddings)
-            cache = DynamicCache(config=self.model.config)
+            embeddings = self.model.get_input_embeddings()(ids)  # (T, H)
+            if site.block.row:  # there are blocks before this one
+                earlier = torch.as_tensor(np.stack(site.earlier_z))
+                embeddings[ids == self.codec.latent_token_id] = earlier.to(embeddings)
+            past = DynamicCache(config=self.model.config)
             with grouped_attention(self.model):
                 self.model.model(
-                    inputs_embeds=embeddings[None], past_key_values=cache, use_cache=True
+                    inputs_embeds=embeddings[None], past_key_values=past, use_cache=True
                 )
-            self._prefix = site, [(layer.keys, layer.values) for layer in cache.layers]
-        return self._prefix[1]
+            self._kept = site, [(layer.keys, layer.values) for layer in past.layers]
+        return self._kept[1]
+
+
+def _distance(z: np.ndarray, new: np.ndarray) -> float:
+    """Mean distance of the steps that moved; NaN if steps are missing."""
+    if new.shape != z.shape:
+        return float("nan")
+    moved = np.linalg.norm(new - z, axis=1)
+    moved = moved[moved > 0]
+    return float(moved.mean()) if len(moved) else 0.0

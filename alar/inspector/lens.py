@@ -50,14 +50,15 @@ def token_embeddings(model) -> Float[Tensor, "V H"]:
 def nearest_tokens(vectors: Float[Tensor, "rows H"], embeddings: Float[Tensor, "V H"], top_k: int):
     """(ids, cosines), each (rows, top_k), of the embeddings in the direction of each vector."""
     normal = torch.nn.functional.normalize
-    top = (normal(vectors.float(), dim=-1) @ normal(embeddings, dim=-1).T).topk(top_k, dim=-1)
+    cosines = normal(vectors.float(), dim=-1) @ normal(embeddings, dim=-1).T  # (rows, V)
+    top = cosines.topk(top_k, dim=-1)
     return top.indices.cpu().numpy(), top.values.cpu().numpy()
 
 
 def norm_statistics(vectors: Float[Tensor, "rows H"], embeddings: Float[Tensor, "V H"]):
     """(norms, ratio to the embeddings' median norm, share of embeddings whose norm is not larger),
     each (rows,)."""
-    norms, table = vectors.float().norm(dim=-1), embeddings.norm(dim=-1)
+    norms, table = vectors.float().norm(dim=-1), embeddings.norm(dim=-1)  # (rows,), (V,)
     share = (table[None] <= norms[:, None]).float().mean(-1)
     return norms.cpu().numpy(), (norms / table.median()).cpu().numpy(), share.cpu().numpy()
 

@@ -1,19 +1,19 @@
 """What z encodes, as far as a linear probe can read it.
 
-| target | kind | where |
-|---|---|---|
-| type | class | question type |
-| hard | class | whether this turn needs a computation |
-| query_entity | name | what the next search asks about, of turns that search |
-| function | name | what the next call calls first, of turns that call |
-| provider | class | by which provider's name it calls it: to be read from the request, not known by
-heart | | bridge_entity | name | the territory between the two hops, of bridge questions | | number
-| class | a numeric answer, above or below the median of its question type |
+| target        | kind  | what                                                                |
+|---------------|-------|---------------------------------------------------------------------|
+| type          | class | question type                                                       |
+| hard          | class | whether this turn needs a computation                               |
+| query_entity  | name  | what the next search asks about, of turns that search               |
+| function      | name  | what the next call calls first, of turns that call                  |
+| provider      | class | the provider in that name, which stands in the request              |
+| bridge_entity | name  | the territory between the two hops, of bridge questions             |
+| number        | class | a numeric answer, above or below the median of its question type    |
 
 A class is read by logistic regression with an L2 penalty. Names are too many for classes: a ridge
 regression maps z to the mean token embedding of the name, and the nearest of all names in the data
 counts. Features are standardised; folds keep each question's turns together. Every turn number is
-probed by itself, or the turn number would answer for the state.
+probed by itself, because otherwise a probe could read the turn number instead of the state.
 
 Two controls say what a score is worth: the same probe on *shuffled labels*, and on the *mean token
 embedding of the question* instead of z, which knows the words but not the state. A probe shows what
@@ -26,6 +26,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
+from jaxtyping import Bool, Float
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.model_selection import GroupKFold
 from sklearn.pipeline import make_pipeline
@@ -48,49 +49,42 @@ TARGETS = {
     "bridge_entity": "name",
     "number": "class",
 }
-_QUERY_SUFFIXES = (" currency", " languages")
 
 
 def labels(sites: Sequence[Site]) -> pd.DataFrame:
-    """One row per site: question, turn (from 1) and every target, missing where it does not apply."""
+    """One row per site: question, turn (from 1), and every target that applies."""
     table = pd.DataFrame([_labels(site) for site in sites])
     middle = table.groupby("type")["number"].transform("median")
-    above = np.where(
-        table["number"].isna(),
-        None,
-        (table["number"] > middle).map({True: "above", False: "below"}),
-    )
-    return table.assign(number=above)
+    # A missing number gets a side too, which the last line takes away.
+    side = np.where(table["number"] > middle, "above", "below")
+    return table.assign(number=np.where(table["number"].isna(), None, side))
 
 
 def _labels(site: Site) -> dict:
     question, number = site.trajectory.question, site.block.turn
     turn, answer = site.trajectory.turns[number], question.answers[0] if question.answers else ""
-    function, provider = own_name(_called(turn.argument) if turn.action == "call" else "")
-    return {
+    found = {
         "question_id": question.id,
         "turn": number + 1,
         "type": question.type or None,
         "hard": "hard" if number in question.hard_turns else "easy",
-        "query_entity": _entity(turn.argument) if turn.action == "search" else None,
-        "function": function or None,
-        "provider": provider or None,
-        "bridge_entity": (
-            _bridge(question) if question.type == "bridge" and question.world else None
-        ),
+        "query_entity": None,
+        "function": None,
+        "provider": None,
+        "bridge_entity": None,
         "number": float(answer) if answer.isdigit() else float("nan"),
     }
-
-
-def _entity(query: str) -> str | None:
-    for suffix in _QUERY_SUFFIXES:
-        query = query.removesuffix(suffix)
-    return query or None
-
-
-def _called(text: str) -> str:
-    calls, _ = parse_calls(text)
-    return calls[0]["name"] if calls else ""
+    if turn.action == "search":
+        found["query_entity"] = (
+            turn.argument.removesuffix(" currency").removesuffix(" languages") or None
+        )
+    if turn.action == "call":
+        calls, _ = parse_calls(turn.argument)
+        function, provider = own_name(calls[0]["name"] if calls else "")
+        found |= {"function": function or None, "provider": provider or None}
+    if question.type == "bridge" and question.world:
+        found["bridge_entity"] = _bridge(question)
+    return found
 
 
 def _bridge(question) -> str | None:
@@ -101,57 +95,47 @@ def _bridge(question) -> str | None:
     return cities[max(named, key=len)] if named else None
 
 
-def question_embeddings(sites: Sequence[Site], model, codec: Codec) -> np.ndarray:
-    """(sites, H): mean token embedding of each question's text."""
-    return _text_embeddings([site.trajectory.question.text for site in sites], model, codec)
-
-
-def _text_embeddings(texts: Sequence[str], model, codec: Codec) -> np.ndarray:
-    table = token_embeddings(model)
-    return np.stack([table[codec.untrusted(text)].mean(0).cpu().numpy() for text in texts]).astype(
-        np.float64
-    )
+def _text_embeddings(texts: Sequence[str], model, codec: Codec) -> Float[np.ndarray, "texts H"]:
+    """Mean token embedding of each text."""
+    table = token_embeddings(model)  # (V, H)
+    means = [table[codec.untrusted(text)].mean(0).cpu().numpy() for text in texts]
+    return np.stack(means).astype(np.float64)
 
 
 def class_hits(
-    features: np.ndarray, classes: np.ndarray, groups: np.ndarray, *, folds: int = 5
-) -> np.ndarray:
+    features: Float[np.ndarray, "N F"], classes: np.ndarray, groups: np.ndarray, *, folds: int = 5
+) -> Bool[np.ndarray, "N"]:
     """Whether each row's class is predicted by a logistic probe that never saw its group."""
     hits = np.zeros(len(classes), dtype=bool)
     for train, test in GroupKFold(folds).split(features, classes, groups):
-        if len(set(classes[train])) < 2:
-            hits[test] = classes[test] == classes[train][0]
-            continue
-        probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=300))
-        hits[test] = (
-            probe.fit(features[train], classes[train]).predict(features[test]) == classes[test]
-        )
+        predicted = classes[train][0]  # where there is only one class
+        if len(set(classes[train])) > 1:
+            probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=300))
+            predicted = probe.fit(features[train], classes[train]).predict(features[test])
+        hits[test] = classes[test] == predicted
     return hits
 
 
 def name_hits(
-    features: np.ndarray,
+    features: Float[np.ndarray, "N F"],
     names: np.ndarray,
     embeddings: dict[str, np.ndarray],
     groups: np.ndarray,
     *,
     folds: int = 5,
-):
+) -> Bool[np.ndarray, "N"]:
     """Whether the name nearest to each row's prediction is its own, for a ridge probe that never
     saw its group."""
-    candidates = sorted(set(names))
+    candidates, own = np.unique(names, return_inverse=True)  # own: (N,), rows of the table
     table = np.stack([embeddings[name] for name in candidates])  # (names, H)
-    centre = table.mean(0)
-    table = table - centre
+    table = table - table.mean(0)  # what all names share would make them all near
     unit = table / np.maximum(np.linalg.norm(table, axis=1, keepdims=True), 1e-12)
-    row_of = {name: row for row, name in enumerate(candidates)}
-    own = np.array([row_of[name] for name in names])
-    hits = np.zeros(len(names), dtype=bool)
+    hits = np.zeros(len(names), dtype=bool)  # (N,)
     for train, test in GroupKFold(folds).split(features, own, groups):
-        probe = make_pipeline(StandardScaler(), Ridge(alpha=10.0)).fit(
-            features[train], table[own[train]]
-        )
-        hits[test] = (probe.predict(features[test]) @ unit.T).argmax(1) == own[test]
+        probe = make_pipeline(StandardScaler(), Ridge(alpha=10.0))
+        probe.fit(features[train], table[own[train]])
+        scores = probe.predict(features[test]) @ unit.T  # (test rows, names)
+        hits[test] = scores.argmax(1) == own[test]
     return hits
 
 
@@ -167,18 +151,17 @@ def probe_table(
     seed: int = 0,
 ) -> pd.DataFrame:
     """One row per target, turn and step k: accuracy, the two controls, and accuracy − embedding,
-    with 95 % intervals.
+    with 95 % intervals that resample questions.
 
     Classes with fewer than `least` turns are left out; a target is skipped at a turn where fewer
     than two classes, or fewer than `least` turns in all, remain. `common` is the share of the most
-    frequent label: what guessing it would score. Intervals resample questions. Blocks must be
-    equally long (ValueError).
+    frequent label: what guessing it would score. ValueError if the blocks are of different lengths.
     """
-    if len({site.block.stop - site.block.start for site in sites}) > 1:
+    if len({len(site.block) for site in sites}) > 1:
         raise ValueError("the blocks of these turns have different lengths: probe one K at a time")
     about, rows = labels(sites), []
     z = np.stack([site.z for site in sites]).astype(np.float64)  # (sites, K, H)
-    words = question_embeddings(sites, model, codec)
+    words = _text_embeddings([site.trajectory.question.text for site in sites], model, codec)
     rng = np.random.default_rng(seed)
     options = {"resamples": resamples, "seed": seed}
     for target in targets:
@@ -189,30 +172,29 @@ def probe_table(
                 continue
             own = about[target].to_numpy()[chosen]
             score = _scorer(target, own, model, codec, groups, folds)
+            # One shuffle for all steps; groups stay, so that only the label loses its meaning.
             shuffled = own[rng.permutation(len(own))]
-            by_words = _by_question(score(words[chosen], own), groups)
+            by_words = score(words[chosen], own)  # (questions,), as all scores
             for step in range(z.shape[1]):
-                hits = _by_question(score(z[chosen, step], own), groups)
-                chance = _by_question(score(z[chosen, step], shuffled), groups)
+                hits = score(z[chosen, step], own)
                 row = {
                     "target": target,
                     "turn": turn,
                     "k": step + 1,
                     "turns": len(own),
                     "questions": len(hits),
-                }
-                row |= {
                     "labels": len(set(own)),
                     "common": pd.Series(own).value_counts(normalize=True).iloc[0],
                 }
-                for name, values in (
-                    ("accuracy", hits),
-                    ("shuffled", chance),
-                    ("embedding", by_words),
+                chance = score(z[chosen, step], shuffled)
+                for name, found in (
+                    ("accuracy", bootstrap_mean(hits, **options)),
+                    ("shuffled", bootstrap_mean(chance, **options)),
+                    ("embedding", bootstrap_mean(by_words, **options)),
+                    ("difference", paired_bootstrap(hits, by_words, **options)),
                 ):
-                    row |= bootstrap_mean(values, **options).columns(name)
-                gained = paired_bootstrap(hits, by_words, **options)
-                rows.append(row | gained.columns("difference"))
+                    row |= found.columns(name)
+                rows.append(row)
     return pd.DataFrame(rows)
 
 
@@ -227,12 +209,15 @@ def _usable(about: pd.DataFrame, target: str, turn: int, least: int) -> np.ndarr
 
 
 def _scorer(target: str, names: np.ndarray, model, codec: Codec, groups: np.ndarray, folds: int):
-    if TARGETS[target] == "class":
-        return lambda features, own: class_hits(features, own, groups, folds=folds)
-    texts = sorted(set(names))
-    embeddings = dict(zip(texts, _text_embeddings(texts, model, codec)))
-    return lambda features, own: name_hits(features, own, embeddings, groups, folds=folds)
+    """score(features, labels) → share of hits of every question."""
+    texts = sorted(set(names)) if TARGETS[target] == "name" else []
+    embeddings = dict(zip(texts, _text_embeddings(texts, model, codec))) if texts else {}
 
+    def score(features: np.ndarray, own: np.ndarray) -> Float[np.ndarray, "questions"]:
+        if embeddings:
+            hits = name_hits(features, own, embeddings, groups, folds=folds)
+        else:
+            hits = class_hits(features, own, groups, folds=folds)
+        return pd.Series(hits.astype(float)).groupby(groups, sort=False).mean().to_numpy()
 
-def _by_question(hits: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    return pd.Series(hits.astype(float)).groupby(groups, sort=False).mean().to_numpy()
+    return score

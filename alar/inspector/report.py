@@ -14,9 +14,17 @@ from pathlib import Path
 import numpy as np
 
 from alar.files import replacing
-from alar.inspector import fragments
-from alar.inspector.fragments import STYLE, escaped
-from alar.inspector.record import LatentRecord
+from alar.inspector.fragments import (
+    STYLE,
+    escaped,
+    headline_html,
+    legend_html,
+    table_html,
+    timeline_html,
+    tokens_html,
+    turns_html,
+)
+from alar.inspector.readings import LatentReadings
 from alar.inspector.tokens import visible
 from alar.records import Trajectory
 from alar.rollout.codec import Codec
@@ -24,110 +32,102 @@ from alar.rollout.codec import Codec
 LIMIT = 5 * 2**20  # bytes, for 50 trajectories
 LENS_LAYERS, LENS_TOKENS = 6, 4
 
-PAGE_STYLE = (
-    "body{max-width:64rem;margin:1.5rem auto;padding:0 1rem;background:#fff}details{margin:.35rem"
-    " 0}summary{cursor:pointer}details.one{border-top:1px solid #ddd;padding:.4rem"
-    " 0}.inside{padding:.3rem 0 1rem 1.1rem}td.cell{white-space:pre}h1{font-size:1.4rem}"
-)
-HEAD = (
-    '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta'
-    ' http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src'
-    ' \'unsafe-inline\'; img-src data:"><meta name="viewport" content="width=device-width,'
-    ' initial-scale=1"><link rel="icon"'
-    ' href="data:,"><title>{title}</title><style>{style}</style></head><body class="alar">\n'
-)
+PAGE_STYLE = """\
+body{max-width:64rem;margin:1.5rem auto;padding:0 1rem;background:#fff}
+details{margin:.35rem 0}
+summary{cursor:pointer}
+details.one{border-top:1px solid #ddd;padding:.4rem 0}
+.inside{padding:.3rem 0 1rem 1.1rem}
+.lens td{white-space:pre}
+h1{font-size:1.4rem}
+"""
+HEAD = """\
+<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"
+content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,"><title>{title}</title><style>{style}</style></head>
+<body class="alar">
+"""
 
 
-def write(
+def write_report(
     path: str | Path,
     trajectories: Sequence[Trajectory],
     codec: Codec,
     *,
-    records: Mapping[int, LatentRecord] | None = None,
+    readings: Mapping[int, LatentReadings] | None = None,
     p_latent: Sequence[Sequence[float]] | None = None,
     title: str = "Latent trajectories",
     facts: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write the report of some trajectories; `records` maps a trajectory's index to its latent
-    record.
+    """Write the report of some trajectories; `readings` maps a trajectory's index to what was read
+    in its thoughts.
 
     `facts` (checkpoint, scale, …) stand at the top. Raises ValueError for no trajectories.
     """
     if not trajectories:
-        raise ValueError(
-            f"{path}: no trajectories to report on; run the stage that writes them first"
-        )
+        raise ValueError(f"{path}: no trajectories to report on; run the stage that writes them")
     with replacing(path) as aside, aside.open("w", encoding="utf-8") as stream:
         stream.write(HEAD.format(title=escaped(title), style=STYLE + PAGE_STYLE))
-        stream.write(
-            f"<h1>{escaped(title)}</h1>{_facts(trajectories, facts or {})}{fragments.legend()}\n"
-        )
+        stream.write(f"<h1>{escaped(title)}</h1>")
+        stream.write(table_html(("", ""), _facts(trajectories, facts or {})) + legend_html())
         for index, trajectory in enumerate(trajectories):
-            scores = p_latent[index] if p_latent is not None else None
-            for part in _entry(trajectory, codec, (records or {}).get(index), scores):
-                stream.write(part)
+            scores = None if p_latent is None else p_latent[index]
+            stream.writelines(_entry(trajectory, codec, (readings or {}).get(index), scores))
         stream.write("</body></html>\n")
     return Path(path)
 
 
-def _facts(trajectories: Sequence[Trajectory], facts: Mapping[str, object]) -> str:
+def _facts(trajectories: Sequence[Trajectory], facts: Mapping[str, object]) -> list[tuple]:
     turns = sum(len(t.turns) for t in trajectories)
     latent = sum(t.num_latent_turns for t in trajectories)
-    rows = list(facts.items()) + [
+    correct = [t.correct for t in trajectories]
+    return [
+        *facts.items(),
         ("trajectories", len(trajectories)),
-        (
-            "correct",
-            (
-                f"{sum(t.correct for t in trajectories)}"
-                f" ({np.mean([t.correct for t in trajectories]):.0%})"
-            ),
-        ),
+        ("correct", f"{sum(correct)} ({np.mean(correct):.0%})"),
         ("generated tokens, mean", f"{np.mean([t.generated_tokens for t in trajectories]):.1f}"),
         ("turns", f"{turns}, {latent} of them latent"),
     ]
-    return fragments.table(("", ""), rows)
 
 
 def _entry(
-    trajectory: Trajectory, codec: Codec, record: LatentRecord | None, scores
+    trajectory: Trajectory,
+    codec: Codec,
+    readings: LatentReadings | None,
+    scores: Sequence[float] | None,
 ) -> Iterator[str]:
-    yield (
-        "<details"
-        f' class="one"><summary>{fragments.headline(trajectory)}{fragments.timeline(trajectory)}</summary>'
-    )
-    yield '<div class="inside">' + fragments.turns(trajectory, scores)
-    yield f"<details open><summary>tokens</summary>{fragments.tokens(trajectory, codec)}</details>"
-    for turn in record.latent_turns if record is not None else ():
-        yield (
-            "<details><summary>what the logit lens reads in turn"
-            f" {turn + 1}</summary>{lens(record, turn)}</details>"
-        )
-    yield "</div></details>\n"
+    head = headline_html(trajectory) + timeline_html(trajectory)
+    yield f'\n<details class="one"><summary>{head}</summary><div class="inside">'
+    yield turns_html(trajectory, scores)
+    tokens = tokens_html(trajectory, codec)
+    yield f"<details open><summary>tokens</summary>{tokens}</details>"
+    for turn in readings.latent_turns if readings is not None else ():
+        name = f"what the logit lens reads in turn {turn + 1}"
+        yield f"<details><summary>{name}</summary>{lens_html(readings, turn)}</details>"
+    yield "</div></details>"
 
 
-def lens(record: LatentRecord, turn: int) -> str:
+def lens_html(readings: LatentReadings, turn: int) -> str:
     """One block: a column per latent step, a row per layer, the first candidates with their
     probabilities."""
-    rows = record.rows(turn)
-    layers = np.unique(np.linspace(0, record.num_layers, LENS_LAYERS).round().astype(int))
-    head = "".join(f"<th>k = {k}</th>" for k in range(1, len(rows) + 1))
-    lines = [f"<tr><th></th>{head}</tr>"]
+    steps = readings.rows(turn)
+    # Layer 0 and the last one are always among them.
+    layers = np.unique(np.linspace(0, readings.num_layers, LENS_LAYERS).round().astype(int))
+    head = ["", *(f"k = {k}" for k in range(1, len(steps) + 1))]
+    rows = []
     for layer in layers:
-        cells = "".join(
-            f'<td class="cell">{_candidates(record.lens(row, layer))}</td>' for row in rows
-        )
-        lines.append(f"<tr><th>{'input z' if layer == 0 else f'layer {layer}'}</th>{cells}</tr>")
-    near = "".join(f'<td class="cell">{_candidates(record.nearest(row))}</td>' for row in rows)
-    lines.append(f"<tr><th>nearest embeddings (cosine)</th>{near}</tr>")
-    numbers = "".join(
-        f"<td>{record.norm_ratio[row]:.2f} · {record.lens_entropy[row, -1]:.2f}</td>"
-        for row in rows
-    )
-    lines.append(f"<tr><th>‖z‖ / median embedding · entropy</th>{numbers}</tr>")
-    return f"<table>{''.join(lines)}</table>"
+        name = f"layer {layer}" if layer else "input z"
+        rows.append([name, *(_candidates(readings.lens(step, layer)) for step in steps)])
+    near = [_candidates(readings.nearest(step)) for step in steps]
+    rows.append(["nearest embeddings (cosine)", *near])
+    numbers = [
+        f"{readings.norm_ratio[step]:.2f} · {readings.lens_entropy[step, -1]:.2f}" for step in steps
+    ]
+    rows.append(["‖z‖ / median embedding · entropy", *numbers])
+    return f'<div class="lens">{table_html(head, rows)}</div>'
 
 
 def _candidates(found: Sequence[tuple[str, float]]) -> str:
-    return "\n".join(
-        f"{value:.2f} {escaped(visible(token))}" for token, value in found[:LENS_TOKENS]
-    )
+    return "\n".join(f"{value:.2f} {visible(token)}" for token, value in found[:LENS_TOKENS])

@@ -1,4 +1,4 @@
-"""A trajectory as people read it: the text of its tokens, and its stretches on a time line.
+"""A trajectory as people read it: text of its tokens, stretches on a time line, actions.
 
 Byte-level BPE may split one character over several tokens, so the unit of display is the piece: the
 fewest consecutive tokens of one origin whose bytes are whole characters.
@@ -8,9 +8,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from alar.figures.style import GREY, LIGHT, MODE_COLOURS
 from alar.protocol import BULLET
-from alar.records import Origin, Trajectory
+from alar.records import Origin, Trajectory, TurnRecord
 from alar.rollout.codec import Codec
+
+ORIGIN_NAMES = {
+    Origin.PROMPT: "prompt",
+    Origin.SAMPLED: "sampled by the policy",
+    Origin.FORCED: "forced",
+    Origin.LATENT: "latent thought",
+    Origin.OBSERVATION: "observation",
+}
+ORIGIN_COLOURS = {  # background and text; sampled text is plain, so that a long page stays quiet
+    Origin.PROMPT: ("#EEEEEE", "#555555"),
+    Origin.SAMPLED: ("#FFFFFF", "#111111"),
+    Origin.FORCED: ("#FCE3CF", "#7A3600"),
+    Origin.LATENT: ("#0072B2", "#FFFFFF"),
+    Origin.OBSERVATION: ("#E6F4EF", "#0B4D3A"),
+}
+_STRETCH_COLOURS = {"prompt": LIGHT, "observation": "#A9D8C6"} | MODE_COLOURS
 
 
 @dataclass(frozen=True)
@@ -25,13 +42,25 @@ class Piece:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Tokens [start, end) on the time line: `kind` is "prompt", "observation", or the mode of
-    `turn`, counted from 0."""
+    """Tokens [start, end) on the time line. `kind` is "prompt", "observation", or the mode of a
+    turn; `turn` counts from 1 and is 0 outside turns."""
 
     start: int
     end: int
     kind: str
-    turn: int = -1
+    turn: int = 0
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    @property
+    def label(self) -> str:
+        return f"{self.turn} · {self.kind}" if self.turn else self.kind
+
+    @property
+    def colours(self) -> tuple[str, str]:
+        """Background and text."""
+        return _STRETCH_COLOURS.get(self.kind, GREY), "white" if self.turn else "#333333"
 
 
 def pieces(
@@ -39,32 +68,34 @@ def pieces(
 ) -> list[Piece]:
     """The pieces of a trajectory or of its tokens [start, end), in order; together they cover every
     token once."""
-    start, end = span or (0, len(trajectory.ids))
+    begun, end = span or (0, len(trajectory.ids))
     found: list[Piece] = []
-    waiting, begun = b"", start
-    for index in range(start, end):
+    waiting = b""
+    for index in range(begun, end):
         origin = trajectory.origins[index]
         waiting += _bytes(trajectory.ids[index], codec)
         last = index + 1 == end or trajectory.origins[index + 1] != origin
         if last or _whole(waiting):
-            found.append(
-                Piece(begun, index + 1, Origin(origin), waiting.decode("utf-8", errors="replace"))
-            )
+            text = waiting.decode("utf-8", errors="replace")
+            found.append(Piece(begun, index + 1, Origin(origin), text))
             waiting, begun = b"", index + 1
     return found
 
 
-def timeline(trajectory: Trajectory) -> list[Stretch]:
+def stretches(trajectory: Trajectory) -> list[Stretch]:
     """The prompt, then each turn and the observation behind it, without gaps."""
-    found, here = [], 0
-    for number, turn in enumerate(trajectory.turns):
-        found.append(Stretch(here, turn.start, "observation" if number else "prompt"))
+    found, here, between = [], 0, "prompt"
+    for number, turn in enumerate(trajectory.turns, start=1):
+        found.append(Stretch(here, turn.start, between))
         found.append(Stretch(turn.start, turn.end, turn.mode, number))
-        here = turn.end
-    found.append(
-        Stretch(here, len(trajectory.ids), "observation" if trajectory.turns else "prompt")
-    )
-    return [stretch for stretch in found if stretch.end > stretch.start]
+        here, between = turn.end, "observation"
+    found.append(Stretch(here, len(trajectory.ids), between))
+    return [stretch for stretch in found if len(stretch)]
+
+
+def turn_action(turn: TurnRecord) -> str:
+    """What the turn did, as tables and labels say it."""
+    return f"{turn.action}: {turn.argument}" if turn.action else "no action"
 
 
 def shortened(text: str, width: int) -> str:
@@ -80,16 +111,18 @@ def visible(text: str) -> str:
 
 def _bytes(token_id: int, codec: Codec) -> bytes:
     if token_id == codec.latent_token_id:
-        return BULLET.encode()
+        return BULLET.encode()  # no text of its own
     table = codec.piece_bytes
-    if token_id < len(table) and table[token_id]:
+    if token_id >= len(table):  # a spare row of the embedding table
+        return f"[{token_id}]".encode()
+    if table[token_id]:
         return table[token_id]
-    if token_id < len(table):
-        return str(codec.tokenizer.convert_ids_to_tokens(token_id) or f"[{token_id}]").encode()
-    return f"[{token_id}]".encode()
+    # A special token has no bytes; its name is shown.
+    return str(codec.tokenizer.convert_ids_to_tokens(token_id) or f"[{token_id}]").encode()
 
 
 def _whole(data: bytes) -> bool:
+    """Whether the bytes do not end within a character."""
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -12,6 +12,7 @@ an error.
 import base64
 import html
 import io
+import re
 import shutil
 from pathlib import Path
 
@@ -25,22 +26,23 @@ LIMIT = 5 * 2**20  # bytes of HTML in all
 IMAGE_WIDTH = 900  # pixels
 WIDGET = "application/vnd.jupyter.widget-view+json"
 TOP_DOMAIN = "search"
-FIGURE_STAGES = (
-    "07_figures",
-    "08_latent_inspector",
-)  # of the study; the second one never without the first
+FIGURE_STAGES = ("07_figures", "08_latent_inspector")  # the second never without the first
 REPORT = Path("08_latent_inspector", "report.html")
 FIGURE_FILES = (".png", ".svg", ".csv", ".pdf")
 
 PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <script>window.MathJax = {{tex: {{inlineMath: [["$", "$"], ["\\\\(", "\\\\)"]]}}}};</script>
 <script async src="https://cdn.jsdelivr.net/npm/mathjax@3/es5/tex-svg.js"></script>
 <style>
-body {{ max-width: 60rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.55 system-ui, sans-serif; color: #1a1a1a; }}
-pre {{ background: #f6f6f4; padding: .6rem .8rem; overflow-x: auto; font-size: 13px; line-height: 1.4; }}
-table {{ border-collapse: collapse; font-size: 14px; }} td, th {{ padding: .2rem .6rem; border-bottom: 1px solid #ddd; }}
+body {{ max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a;
+  font: 16px/1.55 system-ui, sans-serif; }}
+pre {{ background: #f6f6f4; padding: .6rem .8rem; overflow-x: auto; font-size: 13px;
+  line-height: 1.4; }}
+table {{ border-collapse: collapse; font-size: 14px; }}
+td, th {{ padding: .2rem .6rem; border-bottom: 1px solid #ddd; }}
 img, svg {{ max-width: 100%; height: auto; }} .prompt, .anchor-link {{ display: none; }}
 .output_stderr pre {{ background: #fdf3ec; }}
 {code_style}
@@ -53,16 +55,14 @@ img, svg {{ max-width: 100%; height: auto; }} .prompt, .anchor-link {{ display: 
 def publish(finished: list[tuple[str, Path]], root: Path) -> list[str]:
     """Publish the runs, given as (domain, run folder); returns lines that say what went where."""
     lines, pages = [], {}
+    below = {domain: "" if domain == TOP_DOMAIN else domain for domain, _ in finished}
     for domain, run_dir in finished:
-        below = Path() if domain == TOP_DOMAIN else Path(domain)
+        target = root / "notebooks" / "executed" / below[domain]
         for executed in sorted((run_dir / "executed").glob("[0-9][0-9]_*.ipynb")):
-            pages[root / "notebooks" / "executed" / below / f"{executed.stem}.html"] = to_html(
-                executed, root
-            )
-        if (run_dir / REPORT).exists():
-            pages[root / "notebooks" / "executed" / below / "latent_report.html"] = (
-                run_dir / REPORT
-            ).read_text(encoding="utf-8")
+            pages[target / f"{executed.stem}.html"] = to_html(executed, root)
+        report = run_dir / REPORT
+        if report.exists():
+            pages[target / "latent_report.html"] = report.read_text(encoding="utf-8")
     total = sum(len(page.encode()) for page in pages.values())
     if total > LIMIT:
         largest = sorted(pages, key=lambda path: -len(pages[path]))[:3]
@@ -72,9 +72,7 @@ def publish(finished: list[tuple[str, Path]], root: Path) -> list[str]:
             f" so nothing was published; show smaller figures or fewer of them in: {sizes}"
         )
     for domain, run_dir in finished:
-        lines += _publish_figures(
-            run_dir, root / "figures" / ("" if domain == TOP_DOMAIN else domain)
-        )
+        lines += _publish_figures(run_dir, root / "figures" / below[domain])
     for path, page in pages.items():
         with replacing(path) as aside:
             aside.write_text(page, encoding="utf-8")
@@ -100,26 +98,14 @@ def to_html(executed: Path, root: Path) -> str:
         if "outputs" in cell:
             cell.outputs = [output for output in cell.outputs if not _is_bare_widget(output)]
     body, _ = HTMLExporter(template_name="basic").from_notebook_node(notebook)
-    title = next(
-        (
-            line.lstrip("# ")
-            for cell in notebook.cells
-            if cell.cell_type == "markdown"
-            for line in cell.source.splitlines()
-            if line.startswith("# ")
-        ),
-        executed.stem,
-    )
+    prose = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    heading = re.search(r"^# (.*)", "\n".join(prose), re.MULTILINE)
+    title = heading[1] if heading else executed.stem
     run_dir = executed.parents[1]
-    for place, shown in (
-        (str(run_dir), f"runs/{run_dir.parent.name}/{run_dir.name}"),
-        (f"{root}/", ""),
-        (str(root), "."),
-    ):
-        body = body.replace(place, shown)
-    return PAGE.format(
-        title=html.escape(title), body=body, code_style=HtmlFormatter().get_style_defs(".highlight")
-    )
+    body = body.replace(str(run_dir), f"runs/{run_dir.parent.name}/{run_dir.name}")
+    body = body.replace(f"{root}/", "").replace(str(root), ".")
+    code_style = HtmlFormatter().get_style_defs(".highlight")
+    return PAGE.format(title=html.escape(title), body=body, code_style=code_style)
 
 
 def _publish_figures(run_dir: Path, target: Path) -> list[str]:
@@ -142,8 +128,7 @@ def _publish_figures(run_dir: Path, target: Path) -> list[str]:
             continue
         folder.mkdir(parents=True, exist_ok=True)
         for old in _figures(folder):
-            if old.name not in {path.name for path in files}:
-                old.unlink()
+            old.unlink()
         for path in files:
             shutil.copyfile(path, folder / path.name)
         lines.append(f"{len(files)} figures and tables in {folder}")
@@ -174,9 +159,8 @@ def _smaller(encoded: str) -> str:
 
     image = Image.open(io.BytesIO(base64.b64decode(encoded))).convert("RGB")
     if image.width > IMAGE_WIDTH:
-        image = image.resize(
-            (IMAGE_WIDTH, round(image.height * IMAGE_WIDTH / image.width)), Image.Resampling.LANCZOS
-        )
+        height = round(image.height * IMAGE_WIDTH / image.width)
+        image = image.resize((IMAGE_WIDTH, height), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
     image.quantize(128).save(buffer, "PNG", optimize=True)
     smaller = base64.b64encode(buffer.getvalue()).decode()

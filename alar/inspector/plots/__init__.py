@@ -1,25 +1,25 @@
 """The static views of the inspector: a picture and its table for everything that the widgets show.
 
-`trajectories` draws time lines and tokens, `records` what one forward pass shows, `effects` what
-interventions do, `spaces` probes, geometry and modes. All take plain records and tables, and share
-the style of `alar.figures`.
+`trajectories` draws time lines and tokens, `readings` what one forward pass shows, `effects` what
+interventions do, `spaces` probes, geometry and modes. All take plain values and tables, return
+(figure, table), and share the style of `alar.figures`.
 """
 
-from alar.inspector.plots.effects import causal_map, interventions, panel
-from alar.inspector.plots.records import attention, lens, vectors
-from alar.inspector.plots.spaces import components, probes, recurrence
-from alar.inspector.plots.trajectories import comparison, trajectory
+from alar.inspector.plots.effects import draw_causal_map, draw_interventions, draw_panel
+from alar.inspector.plots.readings import draw_attention, draw_lens, draw_vectors
+from alar.inspector.plots.spaces import draw_components, draw_probes, draw_recurrence
+from alar.inspector.plots.trajectories import draw_comparison, draw_trajectory
 
 __all__ = [
-    "attention",
-    "causal_map",
-    "comparison",
-    "components",
-    "interventions",
-    "lens",
-    "panel",
-    "probes",
-    "recurrence",
-    "trajectory",
-    "vectors",
+    "draw_attention",
+    "draw_causal_map",
+    "draw_comparison",
+    "draw_components",
+    "draw_interventions",
+    "draw_lens",
+    "draw_panel",
+    "draw_probes",
+    "draw_recurrence",
+    "draw_trajectory",
+    "draw_vectors",
 ]

@@ -23,7 +23,7 @@ from alar.figures.style import (
     styled,
 )
 from alar.inspector.interventions import Effect
-from alar.inspector.plots.trajectories import drawable
+from alar.inspector.plots.shared import cells, drawable, put_text
 from alar.inspector.tokens import shortened
 
 KIND_NAMES = {
@@ -41,15 +41,20 @@ MEASURE_NAMES = {
     "correct": "Answer correct (%)",
 }
 ENOUGH = 10  # questions on which a difference must rest to be pointed out
-_BARS = "bars: 95 % intervals, bootstrap over questions"
+_MARKS = (  # column of the summary, its name, place beside the row, style
+    ("mean", "intervention", -0.12, {"marker": "o", "color": BLUE}),
+    ("control", "random control", 0.16, {"marker": "o", "color": GREY, "markerfacecolor": "white"}),
+)
 
 
 @styled
-def interventions(summary: pd.DataFrame, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+def draw_interventions(
+    summary: pd.DataFrame, *, scale: str = MEASURED
+) -> tuple[Figure, pd.DataFrame]:
     """Effect of replacing whole blocks: one row per kind, one panel per measure; filled: the
     intervention, hollow: its control.
 
-    `summary` comes from `alar.inspector.effects.summarise`.
+    `summary` comes from `alar.inspector.effects.mean_effects`.
     """
     shown = summary[(summary["k"] == 0) & summary["measure"].isin(MEASURE_NAMES)]
     shown = shown[(shown["measure"] != "to_donor") | (shown["intervention"] == "patch")]
@@ -60,27 +65,10 @@ def interventions(summary: pd.DataFrame, *, scale: str = MEASURED) -> tuple[Figu
     for index, (axes, measure) in enumerate(zip(grid, measures, strict=True)):
         rows = shown[shown["measure"] == measure]
         places = np.array([kinds.index(kind) for kind in rows["intervention"]])
-        interval_bars(
-            axes,
-            rows["mean"],
-            places - 0.12,
-            rows["low"],
-            rows["high"],
-            along="x",
-            marker="o",
-            color=BLUE,
-        )
-        interval_bars(
-            axes,
-            rows["control"],
-            places + 0.16,
-            rows["control_low"],
-            rows["control_high"],
-            along="x",
-            marker="o",
-            color=GREY,
-            markerfacecolor="white",
-        )
+        for column, _, shift, style in _MARKS:
+            ends = ("low", "high") if column == "mean" else ("control_low", "control_high")
+            low, high = rows[ends[0]], rows[ends[1]]
+            interval_bars(axes, rows[column], places + shift, low, high, along="x", **style)
         axes.set_title(f"{panel_letter(index)}   {MEASURE_NAMES[measure]}")
         if measure != "kl":
             axes.set_xlim(-0.04, 1.04)
@@ -88,65 +76,48 @@ def interventions(summary: pd.DataFrame, *, scale: str = MEASURED) -> tuple[Figu
     grid[0].set_yticks(range(len(kinds)), [KIND_NAMES[kind] for kind in kinds])
     grid[0].set_ylim(len(kinds) - 0.5, -0.5)
     handles = [
-        Line2D([], [], marker="o", color=BLUE, linestyle="none", label="intervention"),
-        Line2D(
-            [],
-            [],
-            marker="o",
-            color=GREY,
-            markerfacecolor="white",
-            linestyle="none",
-            label="random control",
-        ),
+        Line2D([], [], linestyle="none", label=name, **style) for _, name, _, style in _MARKS
     ]
     figure.legend(handles=handles, loc="outside upper right", ncols=2)
-    counts = f"{int(shown['turns'].max())} turns of {int(shown['questions'].max())} questions"
-    footnote(figure, scale, "KL: intact to replaced, mean over the action's tokens", counts, _BARS)
+    footnote(
+        figure,
+        scale,
+        "KL: intact to replaced, mean over the action's tokens",
+        f"{int(shown['turns'].max())} turns of {int(shown['questions'].max())} questions",
+        "bars: 95 % intervals, bootstrap over questions",
+    )
     return figure, shown.reset_index(drop=True)
 
 
 @styled
-def causal_map(
-    table: pd.DataFrame, *, name: str = "KL, nats", scale: str = MEASURED
-) -> tuple[Figure, pd.DataFrame]:
-    """Where the action depends on z: turn × k, single steps replaced; left the effect, right what
-    it exceeds its control by.
+def draw_causal_map(table: pd.DataFrame, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+    """Where the action depends on z: turn × k, single steps replaced; left the effect, right how
+    far it exceeds its control.
 
-    `table` comes from `alar.inspector.effects.causal_map`. An asterisk marks a difference whose
+    `table` comes from `alar.inspector.effects.step_effects`. An asterisk marks a difference whose
     interval excludes 0, among at least `ENOUGH` questions.
     """
-    turns, steps = sorted(set(table["turn"])), sorted(set(table["k"]))
-    figure = new_figure(PAGE, 0.95 + 0.3 * len(turns))
+    clear = (table["difference_low"] > 0) | (table["difference_high"] < 0)
+    stars = np.where(clear & (table["questions"] >= ENOUGH), "*", "")
+    places = table.assign(
+        mean_text=table["mean"].map("{:.2g}".format),
+        difference_text=table["difference"].map("{:.2g}".format) + stars,
+    )
+    places = places.pivot(index="turn", columns="k").sort_index(axis="columns")
+    figure = new_figure(PAGE, 0.95 + 0.3 * len(places))
     grid = figure.subplots(1, 2, sharey=True)
+    # One scale for both panels, and never 0.
     reach = float(np.nanmax(np.abs(table[["mean", "difference"]].to_numpy())) or 1.0)
-    for axes, column, title in zip(
-        grid, ("mean", "difference"), ("a   Effect", "b   Effect − random control"), strict=True
-    ):
-        cells = (
-            table.pivot(index="turn", columns="k", values=column)
-            .reindex(index=turns, columns=steps)
-            .to_numpy()
-        )
-        image = axes.imshow(cells, cmap="RdBu_r", vmin=-reach, vmax=reach, aspect="auto")
-        for row in table.itertuples():
-            clear = row.questions >= ENOUGH and (row.difference_low > 0 or row.difference_high < 0)
-            mark = "*" if column == "difference" and clear else ""
-            value = getattr(row, column)
-            axes.text(
-                steps.index(row.k),
-                turns.index(row.turn),
-                f"{value:.2g}{mark}",
-                ha="center",
-                va="center",
-                fontsize=6,
-                color="white" if abs(value) > 0.6 * reach else "black",
-            )
-        axes.set_xticks(range(len(steps)), steps)
-        axes.grid(False)
+    panels = (("mean", "a   Effect"), ("difference", "b   Effect − random control"))
+    for axes, (column, title) in zip(grid, panels, strict=True):
+        values, texts = places[column], places[f"{column}_text"]  # (turns, K)
+        image = cells(axes, values.to_numpy(), texts.to_numpy(), reach, aspect="auto")
+        axes.set_xticks(range(values.shape[1]), values.columns)
         axes.set(title=title, xlabel="Latent step k")
     counts = table.groupby("turn")["turns"].max()
-    grid[0].set_yticks(range(len(turns)), [f"turn {turn} (n = {counts[turn]})" for turn in turns])
-    figure.colorbar(image, ax=grid, label=name, fraction=0.03, pad=0.01)
+    names = [f"turn {turn} (n = {count})" for turn, count in counts.items()]
+    grid[0].set_yticks(range(len(names)), names)
+    figure.colorbar(image, ax=grid, label="KL, nats", fraction=0.03, pad=0.01)
     footnote(
         figure,
         scale,
@@ -157,50 +128,43 @@ def causal_map(
 
 
 @styled
-def panel(effects: Sequence[Effect]) -> tuple[Figure, pd.DataFrame]:
+def draw_panel(effects: Sequence[Effect]) -> tuple[Figure, pd.DataFrame]:
     """One latent turn under several interventions and their controls: the actions that the policy
     writes, as a table."""
-    table = effect_table(effects)
+    table = _effect_table(effects)
     figure = new_figure(PAGE, 0.6 + 0.17 * len(table))
     axes = figure.subplots()
     axes.axis("off")
     axes.set(xlim=(0, 100), ylim=(len(table) + 0.6, -1))
-    columns = ((0, "z"), (22, "action"), (78, "KL"), (88, "moved by"))
-    for x, name in columns:
+    columns = {"z": 0, "action": 22, "KL": 78, "moved by": 88}  # where each begins
+    for name, x in columns.items():
         axes.text(x, -0.3, name, fontweight="bold", fontsize=6.2)
     for row, line in enumerate(table.itertuples()):
-        ink = GREY if line.control else BLUE if line.changed else "black"
-        cells = (line.z, shortened(line.action, 62), f"{line.kl:.3f}", f"{line.distance:.2f}")
-        for (x, _), text in zip(columns, cells, strict=True):
-            axes.text(
-                x,
-                row + 0.6,
-                drawable(text.replace("nan", "–")),
-                fontsize=6,
-                color=ink,
-                parse_math=False,
-            )
+        ink = BLUE if line.changed else "black"
+        if line.control:
+            ink = GREY
+        texts = (line.z, shortened(line.action, 62), f"{line.kl:.3f}", f"{line.distance:.2f}")
+        for x, text in zip(columns.values(), texts, strict=True):
+            put_text(axes, x, row + 0.6, text.replace("nan", "–"), fontsize=6, color=ink)
     site = effects[0].site
     title = f"{shortened(site.trajectory.question.text, 80)} (turn {site.block.turn + 1})"
     axes.set_title(drawable(title), parse_math=False)
     footnote(
         figure,
-        "blue: the action changed · grey: random control · KL in nats per token of the recorded"
-        " action",
+        "blue: the action changed · grey: random control",
+        "KL in nats per token of the recorded action",
     )
     return figure, table
 
 
-def effect_table(effects: Sequence[Effect]) -> pd.DataFrame:
+def _effect_table(effects: Sequence[Effect]) -> pd.DataFrame:
     """The effects on one turn, the intact action first and the donor's recorded one last."""
     rows = [("intact", effects[0].reference, False, False, 0.0, 0.0)]
     for effect in effects:
-        change = effect.intervention
-        name = "   random control" if change.control else KIND_NAMES.get(change.kind, change.kind)
-        rows.append(
-            (name, effect.action, change.control, effect.changed, effect.kl, effect.distance)
-        )
-    donor = next((effect.donor_action for effect in effects if effect.donor_action), "")
-    if donor:
-        rows.append(("donor's own", donor, False, False, float("nan"), float("nan")))
+        kind, control = effect.intervention.kind, effect.intervention.control
+        name = "   random control" if control else KIND_NAMES.get(kind, kind)
+        rows.append((name, effect.action, control, effect.changed, effect.kl, effect.distance))
+    donors = [effect.donor_action for effect in effects if effect.donor_action]
+    if donors:
+        rows.append(("donor's own", donors[0], False, False, float("nan"), float("nan")))
     return pd.DataFrame(rows, columns=["z", "action", "control", "changed", "kl", "distance"])

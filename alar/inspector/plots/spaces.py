@@ -26,6 +26,7 @@ from alar.figures.style import (
     styled,
     type_name,
 )
+from alar.inspector.plots.shared import boxes
 
 TARGET_NAMES = {
     "type": "Question type",
@@ -36,66 +37,48 @@ TARGET_NAMES = {
     "bridge_entity": "Bridge entity",
     "number": "Size of the answer",
 }
-COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, GREY)
+_SCORES = (  # column of the probe table, place beside the step, style
+    ("accuracy", 0.0, {"label": "z", "color": BLUE, "marker": "o"}),
+    ("embedding", -0.22, {"label": "words of the question", "color": ORANGE, "marker": "s"}),
+    ("shuffled", 0.22, {"label": "z, shuffled labels", "color": GREY, "marker": "D"}),
+)
+_COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, GREY)
 
 
 @styled
-def probes(table: pd.DataFrame, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+def draw_probes(table: pd.DataFrame, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
     """What linear probes read in z_k, per target, turn and step, beside both controls.
 
     `table` comes from `alar.inspector.probes.probe_table`.
     """
     targets = [name for name in TARGET_NAMES if name in set(table["target"])]
     columns = min(3, len(targets))
-    lines = -(-len(targets) // columns)
+    lines = -(-len(targets) // columns)  # rounded up
     figure = new_figure(PAGE, 0.5 + 1.75 * lines)
     panels = figure.subplots(lines, columns, sharey=True, squeeze=False).ravel()
-    grid, spare = panels[: len(targets)], panels[len(targets) :]
-    series = (
-        ("accuracy", "z", BLUE, "o", BLUE, 0.0),
-        ("embedding", "words of the question", ORANGE, "s", "white", -0.22),
-        ("shuffled", "z, shuffled labels", GREY, "D", "white", 0.22),
-    )
-    for index, (axes, target) in enumerate(zip(grid, targets, strict=True)):
+    for index, (axes, target) in enumerate(zip(panels, targets)):
         rows = table[table["target"] == target].sort_values(["turn", "k"])
-        gap = 0.8 * (rows["turn"].rank(method="dense") - 1)
+        gap = 0.8 * (rows["turn"].rank(method="dense") - 1)  # between the turns
         places = np.arange(len(rows)) + gap.to_numpy()
-        for column, name, colour, marker, face, shift in series:
-            interval_bars(
-                axes,
-                places + shift,
-                rows[column],
-                rows[f"{column}_low"],
-                rows[f"{column}_high"],
-                marker=marker,
-                color=colour,
-                markerfacecolor=face,
-                markersize=3,
-                label=name,
-            )
-        axes.hlines(
-            rows["common"],
-            places - 0.4,
-            places + 0.4,
-            color=VERMILLION,
-            linewidth=0.8,
-            label="most frequent label",
-        )
+        for column, shift, style in _SCORES:
+            low, high = rows[f"{column}_low"], rows[f"{column}_high"]
+            face = BLUE if column == "accuracy" else "white"
+            style = style | {"markersize": 3, "markerfacecolor": face}
+            interval_bars(axes, places + shift, rows[column], low, high, **style)
+        line = {"color": VERMILLION, "linewidth": 0.8, "label": "most frequent label"}
+        axes.hlines(rows["common"], places - 0.4, places + 0.4, **line)
         axes.set_xticks(places, rows["k"])
         first = rows["k"] == rows["k"].min()
         for place, turn, count in zip(places[first], rows["turn"][first], rows["turns"][first]):
             axes.text(place - 0.4, 1.03, f"turn {turn}, n = {count}", fontsize=5, color=GREY)
-        axes.set(
-            title=f"{panel_letter(index)}   {TARGET_NAMES[target]}",
-            xlabel="Latent step k",
-            ylim=(-0.04, 1.1),
-        )
+        title = f"{panel_letter(index)}   {TARGET_NAMES[target]}"
+        axes.set(title=title, xlabel="Latent step k", ylim=(-0.04, 1.1))
         percent_axis(axes.yaxis)
     for axes in panels[::columns]:
         axes.set_ylabel("Accuracy (%)")
-    for axes in spare:
+    for axes in panels[len(targets) :]:
         axes.axis("off")
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper right", ncols=4)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=4)
     footnote(
         figure,
         scale,
@@ -106,7 +89,7 @@ def probes(table: pd.DataFrame, *, scale: str = MEASURED) -> tuple[Figure, pd.Da
 
 
 @styled
-def components(
+def draw_components(
     table: pd.DataFrame, explained: np.ndarray, *, scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
     """The first two principal components of z, coloured by mode, step, question type and
@@ -114,53 +97,31 @@ def components(
 
     `table` and `explained` come from `alar.inspector.geometry.principal_components`.
     """
+    views = (
+        ("mode", "Mode of its choice", str),
+        ("step", "Step k", str),
+        ("type", "Question type", type_name),
+        ("correct", "Answer", {True: "correct", False: "wrong"}.get),
+    )
     figure = new_figure(PAGE, 2.35)
     grid = figure.subplots(1, 4, sharex=True, sharey=True)
-    for index, (axes, column, title) in enumerate(
-        zip(
-            grid,
-            ("mode", "step", "type", "correct"),
-            ("Mode of its choice", "Step k", "Question type", "Answer"),
-            strict=True,
-        )
-    ):
-        names = {
-            "mode": str,
-            "step": str,
-            "type": type_name,
-            "correct": lambda right: "correct" if right else "wrong",
-        }[column]
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
+    dots = {"s": 4, "alpha": 0.6, "linewidths": 0}
+    for index, (axes, (column, title, name_of)) in enumerate(zip(grid, views, strict=True)):
         for number, (value, rows) in enumerate(table.groupby(column)):
-            colour = MODE_COLOURS.get(value, COLOURS[number % len(COLOURS)])
-            axes.scatter(
-                rows["pc1"],
-                rows["pc2"],
-                s=4,
-                alpha=0.6,
-                linewidths=0,
-                color=colour,
-                label=names(value),
-            )
+            colour = MODE_COLOURS.get(value, _COLOURS[number % len(_COLOURS)])
+            axes.scatter(rows["pc1"], rows["pc2"], color=colour, label=name_of(value), **dots)
         axes.set_title(f"{panel_letter(index)}   {title}")
         axes.set_xlabel(f"PC 1 ({explained[0]:.0%})")
-        axes.legend(
-            loc="upper center",
-            bbox_to_anchor=(0.5, -0.2),
-            ncols=2,
-            handletextpad=0.1,
-            columnspacing=0.6,
-        )
-    grid[0].set_ylabel(f"PC 2 ({explained[1]:.0%})" if len(explained) > 1 else "PC 2")
-    footnote(
-        figure,
-        scale,
-        f"{len(table)} latent steps of {table['question_id'].nunique()} questions, centred",
-    )
+        axes.legend(**below, ncols=2, handletextpad=0.1, columnspacing=0.6)
+    grid[0].set_ylabel(f"PC 2 ({explained[1]:.0%})")
+    questions = table["question_id"].nunique()
+    footnote(figure, scale, f"{len(table)} latent steps of {questions} questions, centred")
     return figure, table
 
 
 @styled
-def recurrence(
+def draw_recurrence(
     steps: pd.DataFrame, modes: pd.DataFrame, *, scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
     """How far each step of the recurrence moves, and p(latent | state) along the turns.
@@ -170,52 +131,35 @@ def recurrence(
     """
     figure = new_figure(PAGE, 2.2)
     left, right = figure.subplots(1, 2, width_ratios=[1, 1.5])
-    places = sorted(set(steps["step"]))
-    groups = [steps.loc[steps["step"] == k, "relative_size"] for k in places]
-    left.boxplot(
-        groups, positions=places, widths=0.5, showfliers=False, medianprops={"color": BLUE}
-    )
+    places = boxes(left, steps, "relative_size", by="step")
     left.set_xticks(places, [f"{k} → {k + 1}" for k in places])
     left.set(title="a   Step sizes", xlabel="Latent step", ylabel="‖z′ − z‖ / ‖z‖", ylim=(0, None))
+    # Dots of one turn would cover each other; the seed keeps the picture the same.
     jitter = np.random.default_rng(0).uniform(-0.15, 0.15, len(modes))
+    spread = modes.assign(place=modes["turn"] + jitter)
     for hard, colour, name in ((False, BLUE, "easy turn"), (True, VERMILLION, "hard turn")):
-        chosen = (modes["hard"] == hard).to_numpy()
-        if chosen.any():
-            shown = modes[chosen]
-            right.scatter(
-                shown["turn"] + jitter[chosen],
-                shown["p_latent"],
-                s=5,
-                alpha=0.5,
-                linewidths=0,
-                color=colour,
-            )
+        shown = spread[spread["hard"] == hard]
+        if len(shown):
+            dots = {"s": 5, "alpha": 0.5, "linewidths": 0, "color": colour}
+            right.scatter(shown["place"], shown["p_latent"], **dots)
             mean = shown.groupby("turn")["p_latent"].mean()
             right.plot(mean.index, mean.to_numpy(), marker="o", color=colour, label=f"{name}, mean")
-    right.set(
-        title="b   p(latent | state)", xlabel="Turn", ylabel="Probability (%)", ylim=(-0.03, 1.03)
-    )
+    right.set(title="b   p(latent | state)", xlabel="Turn", ylabel="Probability (%)")
+    right.set_ylim(-0.03, 1.03)
     percent_axis(right.yaxis)
     right.set_xticks(sorted(set(modes["turn"])))
     right.legend(loc="best")
-    footnote(
-        figure,
-        scale,
-        f"{steps['question_id'].nunique()} questions with latent turns · boxes: quartiles,"
-        " whiskers: 1.5 IQR",
-    )
+    questions = f"{steps['question_id'].nunique()} questions with latent turns"
+    footnote(figure, scale, questions, "boxes: quartiles, whiskers: 1.5 IQR")
     moved = steps.groupby("step")[["relative_size", "cosine"]].median()
     chance = modes.groupby(["turn", "hard"])["p_latent"].mean()
-    rows = [
-        ("relative step size, median", f"{k} → {k + 1}", size)
-        for k, size in moved["relative_size"].items()
-    ]
-    rows += [
-        ("cosine of neighbours, median", f"{k} → {k + 1}", cosine)
-        for k, cosine in moved["cosine"].items()
-    ]
-    rows += [
-        ("p(latent), mean", f"turn {turn}, {'hard' if hard else 'easy'}", p)
-        for (turn, hard), p in chance.items()
-    ]
+    rows = []
+    for column, name in (
+        ("relative_size", "relative step size"),
+        ("cosine", "cosine of neighbours"),
+    ):
+        for k, value in moved[column].items():
+            rows.append((f"{name}, median", f"{k} → {k + 1}", value))
+    for (turn, hard), value in chance.items():
+        rows.append(("p(latent), mean", f"turn {turn}, {'hard' if hard else 'easy'}", value))
     return figure, pd.DataFrame(rows, columns=["measure", "where", "value"])

@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from alar.figures.style import BLACK, BLUE, GREY, PAGE, VERMILLION, footnote, new_figure, styled
-from alar.inspector.fragments import boxed, escaped, table
+from alar.inspector.fragments import boxed, escaped, table_html
 from alar.inspector.tokens import shortened
 from alar.inspector.widgets import View
 from alar.methods.tokenskip.compress import Compression, CountTokens, compress
@@ -96,7 +96,7 @@ def reasons(found: Compression) -> str:
         ("achieved", found.tokens, f"{found.achieved:.0%}",
          f"of {found.original_tokens}: the joined text is tokenised as a whole, not word by word"),
     ]  # fmt: skip
-    return table(("", "tokens", "share", "why"), rows)
+    return table_html(("", "tokens", "share", "why"), rows)
 
 
 @styled

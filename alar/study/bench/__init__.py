@@ -2,44 +2,39 @@
 algorithms.
 
     pair = bench.model_pair()
-    cases = bench.training_cases(pair, [bench.random_batch(pair.latent.config, padded=True)])
-    results = bench.run(cases, rounds=5, threads=1)
+    batch = bench.random_batch(pair.latent.config, padded=True)
+    results = bench.time_contests(bench.training_contests(pair, [batch]), rounds=5, threads=1)
     results.ratios                                      the claims, each with its range and its bar
 
-`cases` makes models and batches, `training` and `rollouts` the contestants, `measure` times them in
-turn and `memory` finds their peaks; `serving` compares engines and servers. Everything runs on the
-CPU and on a GPU alike; nothing here is needed to train or to evaluate.
+`subjects` makes models and batches, `training` and `rollouts` the contests, `measure` times them
+and `memory` finds their peaks; `serving` compares engines and servers. Everything runs on the CPU
+and on a GPU alike; nothing here is needed to train or to evaluate.
 """
 
-from alar.study.bench.cases import (
-    Batch,
-    ModelPair,
-    aasd_batch,
-    laptop_pair,
-    model_pair,
-    random_batch,
+from alar.study.bench.measure import Claim, Contest, Contestant, resolve_device, time_contests
+from alar.study.bench.rollouts import GenerateEngine, rollout_contest
+from alar.study.bench.subjects import aasd_batch, laptop_pair, model_pair, random_batch
+from alar.study.bench.training import (
+    logprob_contests,
+    per_sample_loss,
+    training_contests,
+    training_mode,
 )
-from alar.study.bench.measure import Case, Comparison, Contestant, Results, resolve_device, run
-from alar.study.bench.rollouts import GenerateEngine, rollout_case
-from alar.study.bench.training import logprob_cases, per_sample_loss, training_cases, training_mode
 
 __all__ = [
-    "Batch",
-    "Case",
-    "Comparison",
+    "Claim",
+    "Contest",
     "Contestant",
     "GenerateEngine",
-    "ModelPair",
-    "Results",
     "aasd_batch",
     "laptop_pair",
-    "logprob_cases",
+    "logprob_contests",
     "model_pair",
     "per_sample_loss",
     "random_batch",
     "resolve_device",
-    "rollout_case",
-    "run",
-    "training_cases",
+    "rollout_contest",
+    "time_contests",
+    "training_contests",
     "training_mode",
 ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +37,8 @@ class Contestant:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Time of `numerator` over time of `denominator`, per token, and what is claimed of it."""
+class Claim:
+    """Time of `numerator` over time of `denominator`, per token, and the bar it is held to."""
 
     numerator: str
     denominator: str
@@ -47,77 +47,80 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Case:
+class Contest:
     """Contestants that do the same work. `part` and `name` label it; `padded_over_real` is 1
     without padding."""
 
     part: str
     name: str
     contestants: tuple[Contestant, ...]
-    comparisons: tuple[Comparison, ...] = ()
+    claims: tuple[Claim, ...] = ()
     padded_over_real: float = 1.0
 
     def __post_init__(self):
         names = [contestant.name for contestant in self.contestants]
+        where = f"contest {self.part}, {self.name}"
         if not names or len(set(names)) < len(names):
-            raise ValueError(
-                f"case {self.part}, {self.name}: contestants {names} need distinct names, at"
-                " least one"
-            )
-        for comparison in self.comparisons:
-            for name in (comparison.numerator, comparison.denominator):
-                if name not in names:
-                    raise ValueError(
-                        f"case {self.part}, {self.name}: no contestant {name!r} to compare among"
-                        f" {names}"
-                    )
+            raise ValueError(f"{where}: expected at least one contestant, distinct names: {names}")
+        for claim in self.claims:
+            missing = {claim.numerator, claim.denominator} - set(names)
+            if missing:
+                raise ValueError(f"{where}: no contestant {missing.pop()!r} among {names}")
 
 
 @dataclass(frozen=True)
 class Results:
     """rounds: one row per run. summary: one row per contestant, medians and ranges. ratios: one row
-    per comparison and clock."""
+    per claim and clock."""
 
     rounds: pd.DataFrame
     summary: pd.DataFrame
     ratios: pd.DataFrame
 
     def save(self, folder: str | Path) -> None:
-        for name in ("rounds", "summary", "ratios"):
-            getattr(self, name).to_csv(Path(folder) / f"{name}.csv", index=False)
+        for name, table in vars(self).items():
+            table.to_csv(Path(folder) / f"{name}.csv", index=False)
 
 
-def run(
-    cases: Sequence[Case],
+def time_contests(
+    contests: Sequence[Contest],
     *,
     rounds: int = 5,
     device: str | torch.device = "cpu",
     threads: int = 1,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> Results:
-    """Time all cases. `threads` of PyTorch are used meanwhile (0: as it is); `progress` wraps the
-    iteration over cases."""
+    """Time all contests with so many `threads` of PyTorch (0: as it is); `progress` wraps the
+    iteration over contests."""
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}: expected at least 1")
-    if not cases:
-        raise ValueError("no case to time")
+    if not contests:
+        raise ValueError("no contest to time")
     device = resolve_device(device)
-    timed, peaks = [], {}
+    timed, summary, ratios = [], [], []
     with num_threads(threads), _quick_collections():
-        for case in progress(cases):
-            for contestant in case.contestants:
-                peak = peak_memory(contestant.probe or contestant.run, device)
-                peaks[case.part, case.name, contestant.name] = peak
-            for row in interleaved(case.contestants, rounds, device):
-                timed.append({"part": case.part, "case": case.name} | row)
-    table = pd.DataFrame(timed)
-    return Results(table, _summary(cases, table, peaks), _ratios(cases, table))
+        for contest in progress(contests):
+            peaks = {  # MiB
+                contestant.name: peak_memory(contestant.probe or contestant.run, device)
+                for contestant in contest.contestants
+            }
+            label = {"part": contest.part, "case": contest.name}
+            runs = pd.DataFrame(interleaved(contest.contestants, rounds, device))
+            timed.append(runs.assign(**label)[[*label, *runs]])
+            summary += [label | row for row in _summary(contest, runs, peaks)]
+            ratios += [label | row for row in _ratios(contest, runs)]
+    bars = {"at_most": float, "at_least": float}  # None becomes NaN
+    return Results(
+        pd.concat(timed, ignore_index=True),
+        pd.DataFrame(summary),
+        pd.DataFrame(ratios, columns=list(BENCH_RATIOS.columns)).astype(bars),
+    )
 
 
 def interleaved(
     contestants: Sequence[Contestant], rounds: int, device: torch.device
-) -> Iterable[dict]:
-    """One row for every run, in the order A B C A B C …: contestant, round, tokens, wall_s, cpu_s."""
+) -> Iterator[dict]:
+    """One row for every run, in the order A B C A B C …"""
     for number in range(1, rounds + 1):
         for contestant in contestants:
             gc.collect()  # nobody pays for what the one before left behind
@@ -125,13 +128,12 @@ def interleaved(
             wall, cpu = time.perf_counter(), time.process_time()
             tokens = contestant.run()
             _synchronise(device)
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
             yield {
                 "contestant": contestant.name,
                 "round": number,
                 "tokens": tokens,
-                "wall_s": wall,
-                "cpu_s": cpu,
+                "wall_s": time.perf_counter() - wall,
+                "cpu_s": time.process_time() - cpu,
             }
 
 
@@ -153,8 +155,7 @@ def num_threads(count: int):
     if count < 0:
         raise ValueError(f"threads is {count}: expected 0 (as PyTorch decides) or more")
     before = torch.get_num_threads()
-    if count:
-        torch.set_num_threads(count)
+    torch.set_num_threads(count or before)
     try:
         yield
     finally:
@@ -178,59 +179,27 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _summary(cases: Sequence[Case], table: pd.DataFrame, peaks: dict) -> pd.DataFrame:
-    rows = []
-    for case, contestant, runs in _by_contestant(cases, table):
-        row = {
-            "part": case.part,
-            "case": case.name,
-            "contestant": contestant.name,
-            "rounds": len(runs),
-        }
-        row |= {"tokens": runs["tokens"].median(), "padded_over_real": case.padded_over_real}
+def _summary(contest: Contest, runs: pd.DataFrame, peaks: dict[str, float]) -> Iterator[dict]:
+    for name, peak in peaks.items():
+        own = runs[runs["contestant"] == name]
+        row = {"contestant": name, "rounds": len(own), "tokens": own["tokens"].median()}
+        row["padded_over_real"] = contest.padded_over_real
         for clock in CLOCKS:
-            row |= _range(f"{clock}_s", runs[f"{clock}_s"])
-        row["tokens_per_s"] = (runs["tokens"] / runs["wall_s"]).median()
-        row["peak_mib"] = peaks[case.part, case.name, contestant.name]
-        rows.append(row)
-    return pd.DataFrame(rows)
+            row |= _range(f"{clock}_s", own[f"{clock}_s"])
+        row["tokens_per_s"] = (own["tokens"] / own["wall_s"]).median()
+        row["peak_mib"] = peak
+        yield row
 
 
-def _ratios(cases: Sequence[Case], table: pd.DataFrame) -> pd.DataFrame:
-    runs = {
-        (case.part, case.name, contestant.name): found
-        for case, contestant, found in _by_contestant(cases, table)
-    }
-    rows = []
-    for case in cases:
-        for comparison in case.comparisons:
-            above, below = (
-                runs[case.part, case.name, name].set_index("round")
-                for name in (comparison.numerator, comparison.denominator)
-            )
-            for clock in CLOCKS:
-                ratio = (above[f"{clock}_s"] / above["tokens"]) / (
-                    below[f"{clock}_s"] / below["tokens"]
-                )
-                names = {
-                    "numerator": comparison.numerator,
-                    "denominator": comparison.denominator,
-                    "clock": clock,
-                }
-                bar = {"at_most": comparison.at_most, "at_least": comparison.at_least}
-                rows.append(
-                    {"part": case.part, "case": case.name} | names | _range("ratio", ratio) | bar
-                )
-    return pd.DataFrame(rows, columns=list(BENCH_RATIOS.columns)).astype(
-        {"at_most": float, "at_least": float}
-    )
-
-
-def _by_contestant(cases: Sequence[Case], table: pd.DataFrame):
-    groups = dict(list(table.groupby(["part", "case", "contestant"])))
-    for case in cases:
-        for contestant in case.contestants:
-            yield case, contestant, groups[case.part, case.name, contestant.name]
+def _ratios(contest: Contest, runs: pd.DataFrame) -> Iterator[dict]:
+    runs = runs.set_index("round")
+    for claim in contest.claims:
+        above = runs[runs["contestant"] == claim.numerator]
+        below = runs[runs["contestant"] == claim.denominator]
+        for clock in CLOCKS:
+            seconds = f"{clock}_s"
+            ratio = (above[seconds] / above["tokens"]) / (below[seconds] / below["tokens"])
+            yield vars(claim) | {"clock": clock} | _range("ratio", ratio)
 
 
 def _range(name: str, values: pd.Series) -> dict[str, float]:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class AliveTensors(TorchDispatchMode):
-    """Inside the block: `held` bytes of the tensors made in it and still alive, and their `peak`."""
+    """Bytes of the tensors made inside the block and still alive (`held`), and their `peak`."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,7 @@ class AliveTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         for tensor in _tensors((args, kwargs)):
-            self._note(tensor, 0)  # from before, if it is not known: never counted
+            self._note(tensor, 0)  # a tensor that is not known is from before: never counted
         result = operation(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             self._note(tensor, tensor.untyped_storage().nbytes())

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from alar.records import Origin, Question
+from alar.records import Environment, Origin, Question
 from alar.rollout import loop
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Engine, Sampling, TurnOutput, TurnRequest
 from alar.rollout.hf import HFEngine
-from alar.study.bench.measure import Case, Comparison, Contestant
+from alar.study.bench.measure import Claim, Contest, Contestant
 
 
 class GenerateEngine(Engine):
@@ -37,12 +37,10 @@ class GenerateEngine(Engine):
         return bool(self.waiting)
 
     def submit(self, requests: Sequence[TurnRequest], sampling: Sampling) -> None:
-        if sampling.temperature > 0 or any(
-            request.forced or len(request.latents) for request in requests
-        ):
+        latent = any(request.forced or len(request.latents) for request in requests)
+        if sampling.temperature > 0 or latent:
             raise ValueError(
-                "GenerateEngine is greedy and knows neither forced tags nor latent blocks: use"
-                " HFEngine"
+                "GenerateEngine is greedy and has no forced tags and no latent blocks: use HFEngine"
             )
         self.waiting += requests
         self.sampling = sampling
@@ -73,29 +71,28 @@ class GenerateEngine(Engine):
         return [self._turn(row, sampling) for row in output[:, width:].tolist()]
 
     def _turn(self, ids: list[int], sampling: Sampling) -> TurnOutput:
-        while (
-            ids and ids[-1] == self.tokenizer.pad_token_id
-        ):  # rows that stopped before the last one
-            ids = ids[:-1]
-        stopped = any(stop in self.codec.text(ids[-8:]) for stop in sampling.stop)
-        eos = bool(ids) and ids[-1] == self.tokenizer.eos_token_id
-        finish = "eos" if eos else "stop" if stopped else "length"
-        return TurnOutput(
-            ids, [int(Origin.SAMPLED)] * len(ids), [float("nan")] * len(ids), [], finish
-        )
+        while ids and ids[-1] == self.tokenizer.pad_token_id:
+            ids = ids[:-1]  # this row stopped before the last one
+        finish = "length"
+        if ids and ids[-1] == self.tokenizer.eos_token_id:
+            finish = "eos"
+        elif any(stop in self.codec.text(ids[-8:]) for stop in sampling.stop):
+            finish = "stop"
+        origins, logprobs = [int(Origin.SAMPLED)] * len(ids), [float("nan")] * len(ids)
+        return TurnOutput(ids, origins, logprobs, finish=finish)
 
 
-def rollout_case(
+def rollout_contest(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    environment: loop.Environment,
+    environment: Environment,
     questions: Sequence[Question],
     *,
     batch_size: int = 64,
     single_questions: int = 4,
     max_turns: int = 6,
     max_new_tokens: int = 128,
-) -> Case:
+) -> Contest:
     """All questions, `batch_size` at once; one at a time only the first `single_questions`,
     compared per token."""
     if not 1 <= single_questions <= len(questions):
@@ -114,17 +111,14 @@ def rollout_case(
         return run
 
     few, batched = questions[:single_questions], f"generate, batch {batch_size}"
+    single, probe = rollouts(GenerateEngine, few, 1), rollouts(GenerateEngine, questions[:1], 1)
     contestants = (
         Contestant("ours", rollouts(HFEngine, questions, batch_size)),
         Contestant(batched, rollouts(GenerateEngine, questions, batch_size)),
-        Contestant(
-            "generate, batch 1",
-            rollouts(GenerateEngine, few, 1),
-            rollouts(GenerateEngine, questions[:1], 1),
-        ),
+        Contestant("generate, batch 1", single, probe),
     )
-    comparisons = (
-        Comparison(batched, "ours", at_least=1.5),
-        Comparison("generate, batch 1", "ours", at_least=8.0),
+    claims = (
+        Claim(batched, "ours", at_least=1.5),
+        Claim("generate, batch 1", "ours", at_least=8.0),
     )
-    return Case("rollouts", f"laptop, {batch_size} at once", contestants, comparisons)
+    return Contest("rollouts", f"laptop, {batch_size} at once", contestants, claims)

@@ -12,100 +12,101 @@ differs from ours is the work: rows · blocks · (1 + K) + 1 model calls and eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from alar.study.bench.cases import Batch, ModelPair
-from alar.study.bench.measure import Case, Comparison, Contestant
+from alar.study.bench.measure import Claim, Contest, Contestant
+from alar.study.bench.subjects import ModelPair, TimedBatch
 
 OURS, PLAIN, PER_SAMPLE = "ours", "plain SFT", "per sample"
 
 
-def training_cases(
-    pair: ModelPair, batches: Sequence[Batch], *, checkpointed: bool = False, claims: bool = True
-) -> list[Case]:
-    """Forward and backward, one case a batch, with the "published" latent gradient. Under gradient
-    checkpointing the per-sample algorithm can only have "projector_only". `claims` are made for the
-    sizes of `model_pair`'s and `random_batch`'s defaults."""
-    gradient = "projector_only" if checkpointed else "published"
+def training_contests(
+    pair: ModelPair,
+    batches: Sequence[TimedBatch],
+    *,
+    checkpointed: bool = False,
+    claims: bool = True,
+) -> list[Contest]:
+    """Forward and backward, one contest a batch, with the "published" latent gradient.
 
-    def steps(batch: Batch):
-        inputs = batch.inputs
-        losses = {
-            OURS: (pair.latent, lambda: pair.latent(**inputs).loss),
-            PLAIN: (pair.plain, lambda: pair.plain(**inputs, use_cache=False).loss),
-            PER_SAMPLE: (
-                pair.latent,
-                lambda: per_sample_loss(pair.latent, **inputs, latent_gradient=gradient)[0],
-            ),
-        }
+    Under gradient checkpointing the per-sample algorithm can only have "projector_only". `claims`
+    are made for the sizes of `model_pair`'s and `random_batch`'s defaults.
+    """
+    part, at_most, at_least, gradient = "training step", 1.3, 1.7, "published"
+    if checkpointed:
+        part, at_most, at_least = "checkpointed training step", 1.6, None
+        gradient = "projector_only"
+    if not claims:
+        at_most = at_least = None
+    claimed = (Claim(OURS, PLAIN, at_most=at_most), Claim(PER_SAMPLE, OURS, at_least=at_least))
 
-        def step(model, loss):
-            def run() -> int:
-                model.zero_grad(set_to_none=True)
-                with training_mode(model, checkpointed):
-                    loss().backward()
-                model.zero_grad(set_to_none=True)
-                return batch.real_tokens
+    def step(model, loss: Callable[..., Tensor], batch: TimedBatch) -> Callable[[], int]:
+        def run() -> int:
+            model.zero_grad(set_to_none=True)
+            with training_mode(model, checkpointed):
+                loss(**batch.inputs).backward()
+            model.zero_grad(set_to_none=True)
+            return batch.real_tokens
 
-            return run
+        return run
 
-        return tuple(Contestant(name, step(*parts)) for name, parts in losses.items())
+    def ours(**inputs) -> Tensor:
+        return pair.latent(**inputs).loss
 
-    comparisons = (
-        Comparison(OURS, PLAIN, at_most=(1.6 if checkpointed else 1.3) if claims else None),
-        Comparison(PER_SAMPLE, OURS, at_least=1.7 if claims and not checkpointed else None),
-    )
-    part = "checkpointed training step" if checkpointed else "training step"
-    return [
-        Case(part, _label(pair, batch), steps(batch), comparisons, batch.padded_over_real)
-        for batch in batches
-    ]
+    def plain(**inputs) -> Tensor:
+        return pair.plain(**inputs, use_cache=False).loss
+
+    def per_sample(**inputs) -> Tensor:
+        return per_sample_loss(pair.latent, **inputs, latent_gradient=gradient)[0]
+
+    contests = []
+    for batch in batches:
+        contestants = (
+            Contestant(OURS, step(pair.latent, ours, batch)),
+            Contestant(PLAIN, step(pair.plain, plain, batch)),
+            Contestant(PER_SAMPLE, step(pair.latent, per_sample, batch)),
+        )
+        contests.append(_contest(part, pair, batch, contestants, claimed))
+    return contests
 
 
-def logprob_cases(pair: ModelPair, batches: Sequence[Batch]) -> list[Case]:
+def logprob_contests(pair: ModelPair, batches: Sequence[TimedBatch]) -> list[Contest]:
     """Log-probs of the labelled tokens without gradient: z given with the batch, against an
     ordinary forward."""
 
-    def passes(batch: Batch):
+    @torch.no_grad()
+    def score(model, batch: TimedBatch, **options) -> int:
+        inputs = batch.inputs
+        logits = model.eval()(inputs["input_ids"], inputs["attention_mask"], **options).logits
+        labels = inputs["labels"]
+        scored = labels[:, 1:] != -100  # logits are (B, T, V)
+        logprobs = torch.log_softmax(logits[:, :-1][scored].float(), -1)  # (n, V)
+        logprobs.gather(1, labels[:, 1:][scored][:, None])
+        return batch.real_tokens
+
+    contests = []
+    for batch in batches:
         ids, mask = batch.inputs["input_ids"], batch.inputs["attention_mask"]
         with torch.no_grad():
-            latents = pair.latent.eval().latent_states(ids, mask).latents
-
-        def scored(forward):
-            @torch.no_grad()
-            def run() -> int:
-                labelled_logprobs(forward().logits, batch.inputs["labels"])
-                return batch.real_tokens
-
-            return run
-
-        return (
-            Contestant("cached z", scored(lambda: pair.latent.eval()(ids, mask, latents=latents))),
-            Contestant(
-                "plain forward", scored(lambda: pair.plain.eval()(ids, mask, use_cache=False))
-            ),
+            latents = pair.latent.eval().latent_states(ids, mask).latents  # (N, H)
+        contestants = (
+            Contestant("cached z", partial(score, pair.latent, batch, latents=latents)),
+            Contestant("plain forward", partial(score, pair.plain, batch, use_cache=False)),
         )
-
-    comparisons = (Comparison("cached z", "plain forward", at_most=1.05),)
-    return [
-        Case(
-            "log-prob pass", _label(pair, batch), passes(batch), comparisons, batch.padded_over_real
-        )
-        for batch in batches
-    ]
+        claimed = (Claim("cached z", "plain forward", at_most=1.05),)
+        contests.append(_contest("log-prob pass", pair, batch, contestants, claimed))
+    return contests
 
 
-def labelled_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
-    """Log-probs (n,) of the labelled tokens under logits (B, T, V)."""
-    scored = labels[:, 1:] != -100
-    return torch.log_softmax(logits[:, :-1][scored].float(), -1).gather(
-        1, labels[:, 1:][scored][:, None]
-    )[:, 0]
+def _contest(part: str, pair: ModelPair, batch: TimedBatch, contestants, claims) -> Contest:
+    name = f"{pair.name}, {batch.name}"
+    return Contest(part, name, contestants, claims, batch.padded_over_real)
 
 
 def per_sample_loss(
@@ -135,42 +136,33 @@ def per_sample_loss(
             "latent_gradient 'published' needs the graph of the cached passes: use 'projector_only'"
             " here"
         )
+    num_latent = model.config.num_latent
     embeddings = model.get_input_embeddings()(input_ids)  # (B, T, H)
-    latent = (input_ids == model.config.latent_token_id) & attention_mask.bool()
+    latent = (input_ids == model.config.latent_token_id) & attention_mask.bool()  # (B, T)
     found = []
     for row in range(len(input_ids)):
         real = attention_mask[row].bool()
         sample = embeddings[row, real][None]  # (1, L, H)
-        starts = latent[row, real].nonzero()[:: model.config.num_latent, 0].tolist()
-        if published:
-            found += _latents_of_sample(model, sample, starts, attached=True)
-        else:
-            with _plain_inference(model):
-                found += _latents_of_sample(model, sample, starts, attached=False)
-    states = torch.stack([state for state, _ in found])  # (N, H)
-    steps = range(model.config.num_latent)
+        starts = latent[row, real].nonzero()[::num_latent, 0].tolist()
+        with nullcontext() if published else _plain_inference(model):
+            found += _latents_of_sample(model, sample, starts, attached=published)
     if published:
-        z = torch.stack([z for _, z in found])
+        z = torch.stack([z for _, z in found])  # (N, H)
     else:  # f again, now with a graph
+        states = torch.stack([state for state, _ in found]).detach()  # (N, H)
         by_step = [
-            model.model.projector(states[step :: len(steps)].detach(), step) for step in steps
+            model.model.projector(states[step::num_latent], step) for step in range(num_latent)
         ]
-        z = torch.stack(by_step, dim=1).flatten(0, 1)
-    assembled = embeddings.index_put(latent.nonzero(as_tuple=True), z)
-    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
-    hidden = model.model(
-        inputs_embeds=assembled,
+        z = torch.stack(by_step, dim=1).flatten(0, 1)  # (N, H)
+    output = model.model(
+        inputs_embeds=embeddings.index_put(latent.nonzero(as_tuple=True), z),
         attention_mask=attention_mask,
-        position_ids=positions,
+        position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),
         use_cache=False,
-    ).last_hidden_state
-    logits = model.lm_head(hidden[:, :-1]).float()
-    return (
-        torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
-        ),
-        z,
     )
+    logits = model.lm_head(output.last_hidden_state[:, :-1]).float().flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)
+    return loss, z
 
 
 def _latents_of_sample(
@@ -182,16 +174,15 @@ def _latents_of_sample(
     for start in starts:
         chunk = sample[:, cursor:start]
         for step in range(model.config.num_latent):
-            state = model.model(
-                inputs_embeds=chunk, past_key_values=cache, use_cache=True
-            ).last_hidden_state[:, -1]
-            state = state if attached and step == 0 else state.detach()
+            output = model.model(inputs_embeds=chunk, past_key_values=cache, use_cache=True)
+            state = output.last_hidden_state[:, -1]  # (1, H)
+            if not attached or step > 0:
+                state = state.detach()
             z = model.model.projector(state, step)  # (1, H)
             found.append((state[0], z[0]))
             chunk = z[:, None]
-        model.model(
-            inputs_embeds=chunk, past_key_values=cache, use_cache=True
-        )  # z_K enters the cache
+        # z_K enters the cache.
+        model.model(inputs_embeds=chunk, past_key_values=cache, use_cache=True)
         cursor = start + model.config.num_latent
     return found
 
@@ -219,7 +210,3 @@ def _plain_inference(model):
             yield
     finally:
         model.train(before)
-
-
-def _label(pair: ModelPair, batch: Batch) -> str:
-    return f"{pair.name}, {batch.name}"

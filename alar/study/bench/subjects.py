@@ -23,7 +23,7 @@ BENCH_WORLD = "counterfactual-0"
 
 @dataclass(frozen=True)
 class ModelPair:
-    """A latent model and the ordinary transformers model with the same weights, projector left out."""
+    """A latent model and the ordinary transformers model with its weights, projector left out."""
 
     name: str
     latent: PreTrainedModel
@@ -34,7 +34,7 @@ class ModelPair:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TimedBatch:
     """`inputs`: input_ids, attention_mask and labels, each (B, T)."""
 
     name: str
@@ -48,8 +48,10 @@ class Batch:
     def padded_over_real(self) -> float:
         return self.inputs["input_ids"].numel() / self.real_tokens
 
-    def to(self, device: torch.device) -> Batch:
-        return Batch(self.name, {name: tensor.to(device) for name, tensor in self.inputs.items()})
+    def to(self, device: torch.device) -> TimedBatch:
+        return TimedBatch(
+            self.name, {name: tensor.to(device) for name, tensor in self.inputs.items()}
+        )
 
 
 def model_pair(
@@ -64,8 +66,7 @@ def model_pair(
     per key."""
     if hidden_size % (2 * HEAD_SIZE):
         raise ValueError(
-            f"hidden_size is {hidden_size}: expected a multiple of {2 * HEAD_SIZE}, an even number"
-            " of heads"
+            f"hidden_size is {hidden_size}: expected a multiple of {2 * HEAD_SIZE} (even heads)"
         )
     if not 1 <= num_latent <= 16:
         raise ValueError(f"num_latent is {num_latent}: expected 1 to 16")
@@ -87,17 +88,16 @@ def model_pair(
         LatentQwen2Config(**settings, num_latent=num_latent, latent_token_id=latent_token_id)
     )
     plain = Qwen2ForCausalLM(Qwen2Config(**settings))
-    plain.load_state_dict(
-        {name: value for name, value in latent.state_dict().items() if ".projector." not in name}
-    )
+    weights = latent.state_dict()
+    plain.load_state_dict({name: weights[name] for name in weights if ".projector." not in name})
     return ModelPair(f"hidden {hidden_size}, {layers} layers", latent, plain)
 
 
 def laptop_pair(num_latent: int = 4) -> ModelPair:
     """The shipped base model, with and without a projector."""
-    return ModelPair(
-        "laptop", from_base("embedded", num_latent=num_latent)[0], load_base("embedded")[0]
-    )
+    latent, _ = from_base("embedded", num_latent=num_latent)
+    plain, _ = load_base("embedded")
+    return ModelPair("laptop", latent, plain)
 
 
 def random_batch(
@@ -108,7 +108,7 @@ def random_batch(
     *,
     padded: bool = False,
     seed: int = 0,
-) -> Batch:
+) -> TimedBatch:
     """Random text with `blocks` latent blocks a row, at random positions, text before, between and
     behind them.
 
@@ -124,23 +124,26 @@ def random_batch(
             f" of K = {config.num_latent} with text around each; raise bench.length or lower"
             " bench.blocks"
         )
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(shortest, length + 1, (batch_size,), generator=generator)
+    generator, steps = torch.Generator().manual_seed(seed), config.num_latent
+    lengths = torch.randint(shortest, length + 1, (batch_size,), generator=generator)  # (B,)
     lengths[0] = length
-    ids = torch.randint(3, config.latent_token_id, (batch_size, length), generator=generator)
+    ids = torch.randint(
+        3, config.latent_token_id, (batch_size, length), generator=generator
+    )  # (B, T)
     for row, count in enumerate(lengths.tolist()):
-        text = count - blocks * config.num_latent
+        text = count - blocks * steps
+        # Distinct cuts of the text leave at least one token before, between and behind the blocks.
         cuts = 1 + torch.randperm(text - 1, generator=generator)[:blocks].sort().values
         for number, cut in enumerate(cuts.tolist()):
-            start = cut + number * config.num_latent
-            ids[row, start : start + config.num_latent] = config.latent_token_id
-    mask = (torch.arange(length)[None] < lengths[:, None]).long()
+            start = cut + number * steps
+            ids[row, start : start + steps] = config.latent_token_id
+    mask = (torch.arange(length)[None] < lengths[:, None]).long()  # (B, T)
     labels = ids.masked_fill((mask == 0) | (ids == config.latent_token_id), -100)
     inputs = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "labels": labels}
-    return Batch(f"batch {batch_size}, {'padded' if padded else 'full'}", inputs)
+    return TimedBatch(f"batch {batch_size}, {'padded' if padded else 'full'}", inputs)
 
 
-def aasd_batch(config, batch_size: int = 16, *, topk: int = 2, seed: int = 0) -> Batch:
+def aasd_batch(config, batch_size: int = 16, *, topk: int = 2, seed: int = 0) -> TimedBatch:
     """AASD examples as notebook 03 trains on: the expert's searches and answers, a latent block for
     every thought."""
     tokenizer = AutoTokenizer.from_pretrained(embedded("search"))
@@ -158,4 +161,4 @@ def aasd_batch(config, batch_size: int = 16, *, topk: int = 2, seed: int = 0) ->
                 seen = codec.observation(environment.observe([(solved.question, turn)])[0].text)
                 ids, origins = ids + seen, origins + [Origin.OBSERVATION] * len(seen)
         examples.append(Example(ids, labels_from_origins(ids, origins), len(solved.steps)))
-    return Batch(f"batch {batch_size}, AASD", collate(examples, tokenizer.pad_token_id))
+    return TimedBatch(f"batch {batch_size}, AASD", collate(examples, tokenizer.pad_token_id))
