@@ -1,8 +1,9 @@
-"""JSON lines, read strictly and written so that a kill leaves either the old file or the new one.
+"""Files in the form of JSON lines, and writing that leaves either the old file or the new one.
 
-`append_jsonl` is the exception: a growing log may end in half a line after a kill. Reading such a
-file is an error that names the line; a trainer that resumes calls `rewind_jsonl` first, which drops
-the tail on purpose.
+A program may be killed at any moment. Whole files are therefore written beside the old one, which
+they then replace in one step. A log that grows (`append_jsonl`) may end in half a line after a
+kill: reading it is an error that names the line. A trainer that resumes calls `rewind_jsonl` first,
+which drops that tail on purpose.
 """
 
 import contextlib
@@ -14,12 +15,11 @@ from typing import Any
 
 
 class TruncatedFile(ValueError):
-    """A file that ends in the middle of a record, or holds something that is no record."""
+    """A file that ends in the middle of a row, or holds something that is not JSON."""
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Every line of the file. Raises TruncatedFile with file and line number for anything but whole
-    records."""
+    """The rows of the file. TruncatedFile names the line that is not a whole one."""
     path = Path(path)
     rows = []
     with path.open("rb") as stream:
@@ -39,13 +39,13 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 def append_jsonl(path: str | Path, row: dict[str, Any]) -> None:
-    """Add one record as one line, in a single write."""
+    """Add one row, in a single write."""
     with Path(path).open("ab") as stream:
         stream.write(_line(row))
 
 
 def write_jsonl(path: str | Path, rows: Iterable[dict[str, Any]]) -> int:
-    """Write the whole file atomically; returns how many records it holds."""
+    """Write the whole file in one step; returns how many rows it has."""
     count = 0
     with replacing(path) as aside, aside.open("wb") as stream:
         for row in rows:
@@ -55,42 +55,44 @@ def write_jsonl(path: str | Path, rows: Iterable[dict[str, Any]]) -> int:
 
 
 def rewind_jsonl(path: str | Path, keep: Callable[[dict[str, Any]], bool]) -> int:
-    """Before resuming: keep the leading whole records for which `keep` holds; returns how many
-    remain.
+    """Cut a log before resuming, at the first row that is not whole or that `keep` refuses; returns
+    how many rows remain.
 
     >>> rewind_jsonl("metrics.jsonl", keep=lambda row: row["step"] <= 40)  # doctest: +SKIP
     """
     path, kept = Path(path), []
-    if path.exists():
-        for line in path.read_bytes().splitlines(keepends=True):
-            if not line.endswith(b"\n") or not keep(row := json.loads(line)):
-                break
-            kept.append(row)
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for line in lines:
+        if not line.endswith(b"\n"):
+            break
+        row = json.loads(line)
+        if not keep(row):
+            break
+        kept.append(row)
     return write_jsonl(path, kept)
 
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A path beside `path` to write to; on success it takes its place in one step, on failure it is
-    removed."""
+    """A path to write to, beside `path`. What is written there replaces `path` at the end of the
+    block, or is removed if the block fails."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield aside
         with aside.open("rb") as stream:
-            os.fsync(stream.fileno())
+            os.fsync(stream.fileno())  # on the disk before it gets its name
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write one indented JSON document atomically."""
+    """Write one indented JSON document in one step."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, default=_plain) + "\n"
     with replacing(path) as aside:
-        aside.write_text(
-            json.dumps(value, indent=2, ensure_ascii=False, default=_plain) + "\n", encoding="utf-8"
-        )
+        aside.write_text(text, encoding="utf-8")
 
 
 def _line(row: dict[str, Any]) -> bytes:

@@ -1,13 +1,15 @@
-"""Surface form of a turn: one reasoning block, then one action.
+"""What a turn looks like as text: one reasoning block, then one action.
 
     \\n\\n<think>text</think>\\n\\n<search>query</search>
     \\n\\n<latent>••••</latent>\\n\\n<answer>text</answer>
 
-The form is that of Search-R1 with ALAR's latent block (arXiv 2606.02871); `SEARCH` gathers it for
-the agent loop, and the tool domain has a `Form` of its own (`alar.domains.tool.protocol`). The tags
-are ordinary text, made of several BPE pieces each; only the K positions inside a latent block hold
-a reserved id, shown to people as `•`. Deliberate: nothing here depends on a tokenizer, a model or a
-domain's environment.
+The form is that of Search-R1 with the latent block of ALAR (arXiv 2606.02871). This module writes
+such text and parses it; it knows no tokenizer, no model and no environment.
+
+- The tags are ordinary text of several BPE pieces each. Only the K positions inside a latent block
+  hold a reserved token id, which people see as `•`.
+- A domain describes its prompts, turns and observations as a `Form`. `SEARCH` is that of the search
+  domain; that of the tool domain stands in `alar.domains.tool.protocol`.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from typing import Any, Protocol
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 LATENT_OPEN, LATENT_CLOSE = "<latent>", "</latent>"
-BULLET = "•"
-LATENT_TOKEN = "<|latent|>"
-BLOCK_SEPARATOR = "\n\n"  # stands before every block and between a block and its action
+LATENT_TOKEN = "<|latent|>"  # the reserved token of the K positions in a latent block
+BULLET = "•"  # how that token is shown to people
+BLOCK_SEPARATOR = "\n\n"  # stands before every block, and between a block and its action
 
 SEARCH_ACTIONS = ("search", "answer")
 SEARCH_STOPS = ("</search>", "</answer>")
@@ -39,41 +41,34 @@ INVALID_ACTION = (
 
 @dataclass(frozen=True)
 class Turn:
-    """One parsed turn. `mode` is "think", "latent" or "none"; `action` is "search", "answer" or
-    None.
+    """One parsed turn."""
 
-    `well_formed` means: exactly one closed reasoning block, then exactly one action, nothing else.
-    `problem` says in words what is wrong with a turn that is not.
-    `policy_text` is what stands outside the latent block, the tags and the action: what counts as
-    thinking. `earlier` are the turns of the same trajectory before this one, which the agent loop
-    tells an environment.
-    """
-
-    mode: str
-    reasoning: str
-    action: str | None
+    mode: str  # "think" | "latent" | "none"
+    reasoning: str  # what stands in the block
+    action: str | None  # "search" | "answer", or None if there is no action
     argument: str
-    well_formed: bool
-    problem: str = ""
+    well_formed: bool  # exactly one closed reasoning block, then exactly one action, nothing else
+    problem: str = ""  # what is wrong with a turn that is not well formed
+    # What counts as thinking: the text outside the latent block, the tags and the action.
     policy_text: str = ""
+    # The turns of the same trajectory before this one; the agent loop tells them to an environment.
     earlier: tuple[Turn, ...] = ()
 
 
 class Trusted(str):
-    """Text of a template, in which special tokens such as `<|im_end|>` are meant. All other text is
-    from outside."""
+    """Text of a template: in it `<|im_end|>` and the like are special tokens. In all other text,
+    which comes from outside, they are plain characters."""
 
 
 class Form(Protocol):
-    """What a domain's prompts, turns and observations look like. Texts are in pieces, those of the
-    template `Trusted`.
+    """What the prompts, turns and observations of a domain look like.
 
-    `opening` stands before the first block, `closing` ends every turn (empty where a stop string
-    does).
+    Prompts and observations are lists of pieces, so that those of the template can be `Trusted` and
+    those from outside cannot.
     """
 
-    opening: str
-    closing: str
+    opening: str  # stands before the first block
+    closing: str  # ends every turn; empty where a stop string does
 
     def prompt(self, question) -> Sequence[str]: ...
 
@@ -95,24 +90,20 @@ def user_text(question: str) -> str:
     return f"{INSTRUCTION}\nQuestion: {question}?\n"
 
 
-def prompt_text(question: str) -> str:
-    """User turn and generation prompt in ChatML, without a system message (Search-R1's form)."""
-    return f"<|im_start|>user\n{user_text(question)}<|im_end|>\n<|im_start|>assistant\n"
-
-
 def prompt_pieces(question: str) -> Sequence[str]:
-    """`prompt_text`, with the question apart from the template."""
-    opening, closing = "<|im_start|>", "<|im_end|>\n<|im_start|>assistant\n"
-    middle = prompt_text(question).removeprefix(opening).removesuffix(closing)
-    return Trusted(opening), middle, Trusted(closing)
+    """User turn and generation prompt in ChatML, without a system message (Search-R1's form)."""
+    user = f"user\n{user_text(question)}"
+    return Trusted("<|im_start|>"), user, Trusted("<|im_end|>\n<|im_start|>assistant\n")
+
+
+def prompt_text(question: str) -> str:
+    return "".join(prompt_pieces(question))
 
 
 def observation_text(passages: list[tuple[str, str]]) -> str:
-    """Retrieved passages as (title, text) in the observation's form."""
-    documents = "\n".join(
-        f"Doc {rank}(Title: {title}) {text}" for rank, (title, text) in enumerate(passages, start=1)
-    )
-    return f"\n\n<information>{documents}</information>\n\n"
+    """What the policy observes after a search; passages are (title, text)."""
+    documents = [f"Doc {n}(Title: {title}) {text}" for n, (title, text) in enumerate(passages, 1)]
+    return "\n\n<information>" + "\n".join(documents) + "</information>\n\n"
 
 
 def think_block(text: str) -> str:
@@ -133,22 +124,18 @@ _OPEN_TAG = re.compile(r"</?(?:think|latent|search|answer|information)>")
 
 
 def leading_block(text: str, tags: re.Pattern) -> tuple[str, str, str, str]:
-    """(mode, reasoning, the text behind it, problem) of a turn; `tags` are those that may not stand
-    inside a block."""
+    """(mode, reasoning, the text after the block, problem) of a turn.
+
+    `tags` are those that may not stand inside a block. `problem` is empty if the block is right.
+    """
     block = _BLOCK.match(text)
     if block is None:
         opened = re.match(r"\s*<(think|latent)>", text)
-        return (
-            "none",
-            "",
-            text,
-            (
-                f"<{opened[1]}> is never closed"
-                if opened
-                else "the turn does not start with a reasoning block"
-            ),
-        )
-    mode, reasoning, problem = block[1], block[2], ""
+        if opened:
+            return "none", "", text, f"<{opened[1]}> is never closed"
+        return "none", "", text, "the turn does not start with a reasoning block"
+    mode, reasoning = block[1], block[2]
+    problem = ""
     if mode == "latent" and reasoning.strip(BULLET):
         problem = "text inside a latent block"
     elif tags.search(reasoning):
@@ -157,51 +144,56 @@ def leading_block(text: str, tags: re.Pattern) -> tuple[str, str, str, str]:
 
 
 def parse_turn(text: str, actions: tuple[str, ...] = SEARCH_ACTIONS) -> Turn:
-    """Parse the text of one turn (what the policy wrote between two observations). Never raises."""
-    action_names = "|".join(actions)
+    """Parse what the policy wrote between two observations. Never raises."""
     mode, reasoning, rest, problem = leading_block(text, _OPEN_TAG)
-    found = re.search(rf"<({action_names})>(.*?)</\1>", rest, re.DOTALL)
-    action, argument = (found[1], found[2].strip()) if found else (None, "")
-    outside = rest if found is None else rest[: found.start()] + rest[found.end() :]
+    found = re.search(rf"<({'|'.join(actions)})>(.*?)</\1>", rest, re.DOTALL)
+    if found is None:
+        action, argument, outside = None, "", rest
+    else:
+        action, argument = found[1], found[2].strip()
+        outside = rest[: found.start()] + rest[found.end() :]
     if not problem:
-        if found is None:
-            problem = f"no action: expected one of {', '.join(f'<{name}>' for name in actions)}"
-        elif _OPEN_TAG.search(outside):
-            problem = "more than one block or action"
-        elif outside.strip():
-            problem = "text outside the block and the action"
-        elif _OPEN_TAG.search(argument) or not argument:
-            problem = "empty action" if not argument else "a tag inside the action"
+        problem = _action_problem(action, argument, outside, actions)
     thinking = reasoning if mode == "think" else ""
     policy_text = thinking + _OPEN_TAG.sub("", outside).strip().replace(BULLET, "")
     return Turn(mode, reasoning, action, argument, not problem, problem, policy_text)
+
+
+def _action_problem(
+    action: str | None, argument: str, outside: str, actions: tuple[str, ...]
+) -> str:
+    """What is wrong after the block of a turn; `outside` is the text around the action."""
+    if action is None:
+        return f"no action: expected one of {', '.join(f'<{name}>' for name in actions)}"
+    if _OPEN_TAG.search(outside):
+        return "more than one block or action"
+    if outside.strip():
+        return "text outside the block and the action"
+    if not argument:
+        return "empty action"
+    return "a tag inside the action" if _OPEN_TAG.search(argument) else ""
 
 
 def parse_turns(text: str, actions: tuple[str, ...] = SEARCH_ACTIONS) -> list[Turn]:
     """Parse a whole assistant text, observations included, into its turns. Never raises."""
     pieces = _OBSERVATION.split(text)
     if len(pieces) > 1 and not pieces[-1].strip():
-        pieces.pop()
+        pieces.pop()  # nothing was written after the last observation
     return [parse_turn(piece.replace("<|im_end|>", ""), actions) for piece in pieces]
 
 
 class Prompted:
-    """The turns and observations of `form` behind other prompts: `prompt(question)` gives their
-    pieces."""
+    """A form with other prompts: `prompt(question)` gives their pieces, all else is `form`'s."""
 
     def __init__(self, form: Form, prompt: Callable[[Any], Sequence[str]]):
-        self.prompt, self.opening, self.closing = prompt, form.opening, form.closing
-        self.observation, self.invalid, self.parse, self.action = (
-            form.observation,
-            form.invalid,
-            form.parse,
-            form.action,
-        )
+        self.prompt = prompt
+        self.opening, self.closing = form.opening, form.closing
+        self.observation, self.invalid = form.observation, form.invalid
+        self.parse, self.action = form.parse, form.action
 
 
 class SearchForm:
-    """Search-R1's form: an instruction with the question, `<search>` and `<answer>`, observations
-    as bare text."""
+    """The form of Search-R1: `<search>` and `<answer>`, observations as bare text."""
 
     opening = BLOCK_SEPARATOR
     closing = ""

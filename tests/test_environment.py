@@ -1,11 +1,13 @@
 """The project's files agree with each other: pins, environment, licence, citation, package."""
 
+import ast
 import importlib.util
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,20 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("core.txt", "core-nodeps.txt", "engines.txt", "engines-nodeps.txt")
+
+
+def normalised(requirement: str) -> str:
+    """The name of a package in the one spelling that pip compares."""
+    name = re.match(r"[A-Za-z0-9._-]+", requirement)[0]
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def script(path: str):
+    """A script of the repository as a module."""
+    specification = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
 
 
 def pins(name: str) -> dict[str, str]:
@@ -23,7 +39,7 @@ def pins(name: str) -> dict[str, str]:
         if line and not line.startswith("-"):
             package, separator, version = line.partition("==")
             assert separator, f"requirements/{name}: {line} is not pinned"
-            found[re.sub(r"[-_.]+", "-", package.split("[")[0].strip()).lower()] = version.strip()
+            found[normalised(package)] = version.strip()
     return found
 
 
@@ -34,22 +50,15 @@ def project() -> dict:
 def test_conda_users_get_the_same_pins():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     listed = next(entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict))
-    core = [
-        line
-        for line in (ROOT / "requirements" / "core.txt").read_text().splitlines()
-        if line and not line.startswith("#")
-    ]
+    lines = (ROOT / "requirements" / "core.txt").read_text().splitlines()
+    core = [line for line in lines if line and not line.startswith("#")]
     assert listed == [*core, "-e ."], "run: python requirements/sync.py"
     assert "python=3.11" in environment["dependencies"]
 
 
 def test_environment_yml_is_what_sync_writes():
-    specification = importlib.util.spec_from_file_location(
-        "sync", ROOT / "requirements" / "sync.py"
-    )
-    sync = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(sync)
-    assert (ROOT / "environment.yml").read_text() == sync.environment()
+    written = script("requirements/sync.py").environment()
+    assert (ROOT / "environment.yml").read_text() == written
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -70,57 +79,44 @@ def test_the_sets_do_not_contradict_each_other():
 
 
 def test_every_dependency_and_test_package_is_pinned():
-    core = pins("core.txt")
-    wanted = (
-        project()["project"]["dependencies"] + project()["project"]["optional-dependencies"]["test"]
-    )
-    for requirement in wanted:
-        name = re.match(r"[A-Za-z0-9._-]+", requirement).group().lower()
-        assert re.sub(r"[-_.]+", "-", name) in core, f"{name} is not in requirements/core.txt"
+    core, about = pins("core.txt"), project()["project"]
+    for requirement in about["dependencies"] + about["optional-dependencies"]["test"]:
+        assert normalised(requirement) in core, f"{requirement} is not in requirements/core.txt"
     assert "setuptools" in core, "needed to install alar itself without a network"
 
 
 def test_the_pins_are_a_tested_line():
-    specification = importlib.util.spec_from_file_location("run_all", ROOT / "run_all.py")
-    run_all = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(run_all)
     core = pins("core.txt")
     assert any(
         all(core[package].startswith(prefix) for package, prefix in line.items())
-        for line in run_all.TESTED_LINES.values()
+        for line in script("run_all.py").TESTED_LINES.values()
     )
+
+
+def imported_roots(path: Path) -> set[str]:
+    """The packages that a module imports at top level."""
+    names = []
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.append(node.module)
+    return {name.split(".")[0] for name in names}
 
 
 def test_every_imported_package_is_a_named_dependency():
     """Modules of `alar` import at top level only what pyproject.toml names, or the engines."""
-    import ast
-    from importlib.metadata import packages_distributions
-
-    named = {
-        re.sub(r"[-_.]+", "-", re.match(r"[A-Za-z0-9._-]+", d).group().lower())
-        for d in project()["project"]["dependencies"]
-    }
-    named |= (
-        pins("engines.txt").keys() | pins("engines-nodeps.txt").keys()
-    )  # for the modules that wrap an engine
+    named = {normalised(requirement) for requirement in project()["project"]["dependencies"]}
+    # For the modules that wrap an engine.
+    named |= pins("engines.txt").keys() | pins("engines-nodeps.txt").keys()
     distributions = packages_distributions()
     for path in (ROOT / "alar").rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            roots = []
-            if isinstance(node, ast.Import):
-                roots = [alias.name.split(".")[0] for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                roots = [node.module.split(".")[0]]
-            for root in roots:
-                if root in sys.stdlib_module_names or root == "alar":
-                    continue
-                owners = distributions.get(
-                    root, [root, f"{root}-cpu", root.replace("_", "")]
-                )  # engines may be missing here
-                owners = {re.sub(r"[-_.]+", "-", owner.lower()) for owner in owners}
-                assert owners & named, (
-                    f"{path.relative_to(ROOT)} imports {root}, which pyproject.toml does not name"
-                )
+        for root in imported_roots(path) - sys.stdlib_module_names - {"alar"}:
+            # Engines may be missing here; then their usual names are tried.
+            owners = distributions.get(root, [root, f"{root}-cpu", root.replace("_", "")])
+            assert {normalised(owner) for owner in owners} & named, (
+                f"{path.relative_to(ROOT)} imports {root}, which pyproject.toml does not name"
+            )
 
 
 def test_the_python_versions_agree():

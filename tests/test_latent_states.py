@@ -1,5 +1,5 @@
-"""z in training is z in decoding: every way of training against the plain algorithm, one token at a
-time, for hidden states, z, logits and gradients.
+"""z in training is z in decoding: every way of training against the plain algorithm, for hidden
+states, z, logits and gradients.
 
 The reference is `alar.model.recurrence`, which knows nothing of packing, stores or schedules.
 """
@@ -137,7 +137,7 @@ def check_cell(random_model, path, layout, lora, checkpointing, family_name, num
 
 
 @pytest.mark.parametrize(tuple(AXES), pairwise(ALL))
-def test_training_equals_decoding_one_token_at_a_time(
+def test_training_equals_the_plain_algorithm(
     random_model, path, layout, lora, checkpointing, family, num_latent
 ):
     check_cell(random_model, path, layout, lora, checkpointing, family, num_latent)
@@ -180,7 +180,7 @@ def test_an_unknown_gradient_mode_is_an_error(random_model):
 
 @pytest.mark.full
 @pytest.mark.parametrize(tuple(AXES), ALL)
-def test_training_equals_decoding_in_every_combination(
+def test_training_equals_the_plain_algorithm_in_every_combination(
     random_model, path, layout, lora, checkpointing, family, num_latent
 ):
     check_cell(random_model, path, layout, lora, checkpointing, family, num_latent)
@@ -188,7 +188,7 @@ def test_training_equals_decoding_in_every_combination(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", AXES["layout"])
-def test_bf16_training_equals_decoding_within_its_rounding(random_model, layout):
+def test_bf16_training_equals_the_plain_algorithm_within_its_rounding(random_model, layout):
     """bf16 carries 8 bits: z of norm √H agrees to 0.1 in its largest element after three blocks,
     0.02 on average."""
     model = make(random_model, checkpointing=True).to("cuda", torch.bfloat16)

@@ -1,8 +1,7 @@
-"""Attention `grouped_sdpa`: PyTorch's scaled-dot-product attention over ungrouped keys and values.
+"""Attention `grouped_sdpa`: PyTorch's scaled-dot-product attention on grouped heads as they are.
 
-transformers' own "sdpa" copies every key and value head once per query head as soon as there is a
-mask; with a growing cache that copy costs more than the attention. PyTorch takes grouped heads
-directly.
+As soon as there is a mask, the "sdpa" of transformers copies every key and value head once for each
+query head of its group. With a growing cache that copy costs more than the attention itself.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ GROUPED_SDPA = "grouped_sdpa"
 
 
 def grouped_sdpa(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
-    """query (B, heads, Q, D), key and value (B, kv heads, T, D), boolean mask (B, 1, Q, T) → (B, Q,
-    heads, D)."""
+    """query (B, heads, Q, D), key and value (B, kv heads, T, D), boolean attention_mask
+    (B, 1, Q, T) → (B, Q, heads, D)."""
     output = torch.nn.functional.scaled_dot_product_attention(
         query,
         key,
@@ -35,8 +34,10 @@ AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)
 
 
 class attention_of:
-    """Context: the model of `config` runs with this attention implementation. May be entered again
-    after it was left."""
+    """Context in which the model of `config` runs with this attention implementation.
+
+    A class, because checkpointing enters the same context again after it was left.
+    """
 
     def __init__(self, config, implementation: str):
         self.config, self.implementation = config, implementation
@@ -50,7 +51,7 @@ class attention_of:
 
 
 def grouped_attention(model) -> attention_of:
-    """Run `model` with `grouped_sdpa` inside the block, if it uses sdpa; other implementations are
-    left alone."""
+    """Context in which a `model` that uses sdpa runs with `grouped_sdpa`; another implementation
+    stays as it is."""
     implementation = model.config._attn_implementation
     return attention_of(model.config, GROUPED_SDPA if implementation == "sdpa" else implementation)

@@ -1,10 +1,11 @@
-"""One folder per checkpoint: weights with the projector among them, config with K and tags,
-tokenizer.
+"""Checkpoints: a folder with the weights (the projector among them), the config, the tokenizer.
 
-`from_base` makes a latent model from any Qwen2 or Qwen3 checkpoint (a hub id, a local folder, or
-"embedded"), `save` and `load` move it to and from disk: LoRA adapters are merged, dtypes are kept,
-the projector's float32 among them. Nothing is ever filled in at random: a checkpoint without its
-projector is refused.
+- `from_base` makes a latent model from a checkpoint of a known family: a hub id, a local folder, or
+  "embedded", the base models that are shipped with the package.
+- `save` and `load` move it to and from the disk. Every tensor keeps its dtype; LoRA adapters are
+  merged.
+
+Missing weights are an error; they are never filled in at random.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from alar.model.families import FAMILIES, LatentOptions
 
 def embedded(domain: str = "search") -> Path:
     """Folder of the shipped base model of a domain."""
-    folder = Path(__file__).parent / "embedded" / domain
-    if not (folder / "model.safetensors").exists():
-        shipped = sorted(path.parent.name for path in folder.parent.glob("*/model.safetensors"))
+    models = Path(__file__).parent / "embedded"
+    if not (models / domain / "model.safetensors").exists():
+        shipped = sorted(path.parent.name for path in models.glob("*/model.safetensors"))
         raise FileNotFoundError(
             f"no embedded base model for domain {domain!r}: shipped are"
             f" {', '.join(shipped) or 'none'}; pretrain one with params/laptop-from-scratch.yaml,"
             " or name a hub id or folder as model.base"
         )
-    return folder
+    return models / domain
 
 
 @contextmanager
 def _quiet():
-    """No loading report and no bars: what is missing from a checkpoint is judged here, as an error."""
+    """Without transformers' loading report and bars: missing weights are an error here."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -50,12 +51,12 @@ def _quiet():
 
 
 def resolve(base: str | Path, domain: str = "search") -> str:
+    """The hub id or folder that `base` means; "embedded" is the shipped model of the domain."""
     return str(embedded(domain)) if str(base) == "embedded" else str(base)
 
 
 def load_base(base: str | Path, domain: str = "search"):
-    """(model, tokenizer) of an ordinary causal LM, in float32 on CPU; `base` is "embedded", a hub
-    id or a folder."""
+    """(model, tokenizer) of an ordinary causal LM, in float32 on the CPU."""
     source = resolve(base, domain)
     with _quiet():
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -63,7 +64,7 @@ def load_base(base: str | Path, domain: str = "search"):
 
 
 def base_config(source: str):
-    """The config of a folder or hub id; OSError that says what to do where neither can be reached."""
+    """The config of a folder or hub id. OSError says what to do if neither can be reached."""
     if Path(source).is_dir() and not (Path(source) / "config.json").exists():
         raise FileNotFoundError(
             f"model.base {source!r} is a folder without config.json: no checkpoint is here"
@@ -87,12 +88,14 @@ def from_base(
     dtype: torch.dtype | str = torch.float32,
     **projector_options,
 ) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
-    """A latent model on top of an ordinary one: a fresh projector, and `<|latent|>` on the first
-    spare embedding row.
+    """(latent model, tokenizer) from an ordinary model, whose weights stay as they are.
 
-    `dtype` is the trunk's ("auto": as stored); the projector is float32 whatever it is.
-    `projector_options`: the fields of `LatentOptions`. Raises ValueError for K outside 0…16, an
-    unsupported architecture, or an embedding table without a spare row.
+    The projector is new, drawn with `seed`. `<|latent|>` takes the first spare row of the embedding
+    table. `dtype` is that of the trunk ("auto": as stored); the projector is float32 in any case.
+    `projector_options` are fields of `LatentOptions`.
+
+    Raises ValueError for K outside 0 to 16, for an architecture without a latent version, and for
+    an embedding table without a spare row.
     """
     if not 0 <= num_latent <= 16:
         raise ValueError(f"num_latent is {num_latent}: expected 0 to 16")
@@ -101,14 +104,16 @@ def from_base(
     if origin.model_type not in FAMILIES:
         raise ValueError(
             f"{source}: architecture {origin.model_type!r} has no latent version; supported: "
-            f"{', '.join(FAMILIES)} (a further one is added at the end of alar/model/latent.py)"
+            f"{', '.join(FAMILIES)} (alar/model/families.py says how to add one)"
         )
     tokenizer = AutoTokenizer.from_pretrained(source)
     latent_token_id = len(tokenizer)
     if latent_token_id >= origin.vocab_size:
         raise ValueError(
             f"{source}: the embedding table has {origin.vocab_size} rows and the tokenizer uses all"
-            " of them; <|latent|> needs a spare row"
+            " of them; <|latent|> needs a spare row. Add some with"
+            f" model.resize_token_embeddings({latent_token_id + 64}), save model and tokenizer in a"
+            " folder, and name that folder as model.base"
         )
     tokenizer.add_special_tokens({"additional_special_tokens": [protocol.LATENT_TOKEN]})
     if tokenizer.convert_tokens_to_ids(protocol.LATENT_TOKEN) != latent_token_id:
@@ -122,12 +127,9 @@ def from_base(
     config_class, model_class = FAMILIES[origin.model_type]
     settings = origin.to_dict()
     for name in ("model_type", "architectures", "transformers_version"):
-        settings.pop(name, None)
-    config = config_class(
-        **settings
-        | {"num_latent": num_latent, "latent_token_id": latent_token_id}
-        | projector_options
-    )
+        settings.pop(name, None)  # these are the base's own
+    settings |= {"num_latent": num_latent, "latent_token_id": latent_token_id}
+    config = config_class(**settings | projector_options)
     torch.manual_seed(seed)
     with _quiet():
         model, info = model_class.from_pretrained(
@@ -143,25 +145,25 @@ def from_base(
 
 
 def _reset_projector(model, seed: int) -> None:
-    """A fresh float32 projector by its own generator state, whatever the loading code did before."""
+    """A new float32 projector that depends on `seed` alone, not on what loading drew before."""
+    size = model.config.projector_scale
+    if size not in ("one", "embedding_rms"):
+        raise ValueError(f"projector_scale {size!r}: expected 'one' or 'embedding_rms'")
     torch.manual_seed(seed)
     fresh = type(model.model.projector)(model.config)
-    if model.config.projector_scale == "embedding_rms" and hasattr(fresh, "scale"):
-        fresh.scale.fill_(model.get_input_embeddings().weight.detach().float().pow(2).mean().sqrt())
-    elif model.config.projector_scale not in ("one", "embedding_rms"):
-        raise ValueError(
-            f"projector_scale {model.config.projector_scale!r}: expected 'one' or 'embedding_rms'"
-        )
+    if size == "embedding_rms" and hasattr(fresh, "scale"):
+        weight = model.get_input_embeddings().weight.detach().float()  # (V, H)
+        fresh.scale.fill_(weight.pow(2).mean().sqrt())
     model.model.projector = fresh
 
 
 def save(model, tokenizer, folder: str | Path) -> Path:
-    """Write one checkpoint folder, aside first, so that a half-written one is never taken for a
-    whole one.
+    """Write one checkpoint folder, which replaces whatever stands there.
 
-    A model wrapped by peft is written with its adapters merged, and stays as it is in memory.
-    Raises ValueError for adapters that stand in a model without their wrapper: their weights could
-    not be told from the model's own.
+    It is written beside its place first, so that a half-written one is never taken for a whole one.
+    A model wrapped by peft is written with its adapters merged; in memory it stays as it is. Raises
+    ValueError if adapters stand in a model without their wrapper, because their weights could not
+    be told from the model's own.
     """
     folder = Path(folder)
     partial = folder.with_name(folder.name + ".partial")
@@ -186,8 +188,7 @@ def _merged(model):
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder whatever it holds, a link without what it points to, and nothing if nothing
-    is there."""
+    """Delete a folder with all that it holds, or a link but not what it points to."""
     if folder.is_symlink() or folder.is_file():
         folder.unlink()
     elif folder.exists():
@@ -195,8 +196,10 @@ def _remove(folder: Path) -> None:
 
 
 def usual_device() -> torch.device:
-    """Where one process computes: the first GPU that it sees, else the CPU (CUDA_VISIBLE_DEVICES=""
-    hides the GPUs)."""
+    """Where one process computes: on the first GPU that it sees, else on the CPU.
+
+    CUDA_VISIBLE_DEVICES="" hides the GPUs.
+    """
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -210,9 +213,9 @@ def load(
     """(model, tokenizer) of a latent checkpoint folder or of an ordinary base, ready for inference
     on `device` (`usual_device`).
 
-    `dtype` is the trunk's ("auto": as stored); the projector is float32 whatever it is.
-    `num_latent`, if given, must be the checkpoint's K. Raises FileNotFoundError or ValueError,
-    never a random projector.
+    `dtype` is that of the trunk ("auto": as stored); the projector is float32 in any case.
+    `num_latent`, if given, must be the K of the checkpoint. Raises FileNotFoundError if there is no
+    checkpoint, and ValueError for another K or for missing weights.
     """
     folder = Path(folder)
     if not (folder / "config.json").exists():
@@ -225,15 +228,9 @@ def load(
         )
     missing = sorted(info["missing_keys"])
     if missing:
-        what = (
-            "the projector"
-            if all("projector" in key for key in missing)
-            else f"weights ({missing[0]}, …)"
-        )
-        raise ValueError(
-            f"{folder}: {what} missing from the checkpoint; it cannot be filled in, save the model"
-            " again"
-        )
+        only_projector = all("projector" in key for key in missing)
+        what = "the projector" if only_projector else f"weights ({missing[0]}, …)"
+        raise ValueError(f"{folder}: {what} missing from the checkpoint; save the model again")
     found = getattr(model.config, "num_latent", None)
     if num_latent is not None and found != num_latent:
         raise ValueError(

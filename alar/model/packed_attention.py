@@ -154,7 +154,7 @@ def _inner_graph(
 
 
 class KeyValueStore:
-    """Keys and values of one layer, and in backward their gradients, each (rows, kv, longest, D)."""
+    """Keys and values of one layer, (rows, kv, longest, D), and in backward their gradients."""
 
     def __init__(self, like: Float[Tensor, "1 kv N D"], rows: int, longest: int):
         shape = (rows, like.shape[1], longest, like.shape[3])

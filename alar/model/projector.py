@@ -1,10 +1,10 @@
-"""The projector f: hidden state of the trunk → next input embedding.
+"""The projector f: the hidden state at one position → the input embedding of the next.
 
     z₁ = f(h₀),  z_{k+1} = f(h_k)          (arXiv 2606.02871 and its released code)
     f  = Dropout → Linear(d→p) → GELU → Linear(p→d) → LayerNorm
 
-Deliberate: the master weights are float32 whatever the trunk's dtype, also after
-`model.to(torch.bfloat16)`. In bf16 a LayerNorm gain of 1 cannot move at a learning rate of 1e-4.
+Its weights are float32 whatever the dtype of the trunk, also after `model.to(torch.bfloat16)`: in
+bfloat16 a LayerNorm gain of 1 cannot move at a learning rate of 1e-4.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 
 class _Float32(nn.Module):
-    """A module whose floating-point tensors are never narrowed below float32."""
+    """A module whose floating-point tensors never become narrower than float32."""
 
     def _apply(self, fn, recurse=True):
         def kept(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
+            moved = fn(tensor)  # to another device, another dtype, or both
             narrowed = tensor.is_floating_point() and moved.dtype.itemsize < 4
             return tensor.to(moved.device, torch.float32) if narrowed else moved
 
@@ -29,8 +29,12 @@ class _Float32(nn.Module):
 
 
 class LatentProjector(_Float32):
-    """Options come from the model config: `projector_size` (0 = hidden size), `projector_dropout`,
-    `projector_layer_norm`, `projector_residual`, `projector_scale` ("one" | "embedding_rms")."""
+    """The projector of the paper.
+
+    Options of the model config: `projector_size` is p (0 = the hidden size), `projector_dropout`,
+    `projector_layer_norm`; `projector_residual` adds h before the norm; `projector_scale` is the
+    size of z, "one" or "embedding_rms".
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -45,15 +49,15 @@ class LatentProjector(_Float32):
     def forward(
         self, hidden: Float[Tensor, "rows hidden"], step: int
     ) -> Float[Tensor, "rows hidden"]:
-        """f(h) in the dtype of `hidden`; `step` (0-based k) is not used by this kind of projector."""
+        """f(h) in the dtype of `hidden`. This f is the same for every `step` (k, 0-based)."""
         x = hidden.to(self.up.weight.dtype)
-        y = self.down(nn.functional.gelu(self.up(self.dropout(x))))
+        y = self.down(nn.functional.gelu(self.up(self.dropout(x))))  # (rows, hidden)
         y = self.norm(x + y if self.residual else y)
         return (y * self.scale).to(hidden.dtype)
 
 
 class ConstantThoughts(_Float32):
-    """K learned vectors that ignore the hidden state: the pause-token control."""
+    """K learned vectors that ignore the hidden state: a control, as pause tokens are."""
 
     def __init__(self, config):
         super().__init__()
@@ -63,8 +67,8 @@ class ConstantThoughts(_Float32):
     def forward(
         self, hidden: Float[Tensor, "rows hidden"], step: int
     ) -> Float[Tensor, "rows hidden"]:
-        # `step` may also be a tensor, one k per row. A copy: FSDP frees the storage behind a view
-        # of its weights.
+        # `step` may also be a tensor with one k for each row. The result is a copy, because FSDP
+        # frees the storage behind a view of its weights.
         return self.vectors[step].to(hidden.dtype).expand_as(hidden).clone()
 
 

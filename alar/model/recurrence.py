@@ -1,4 +1,4 @@
-"""How the latent vectors z are computed: the plain algorithm, one sequence, one token at a time.
+"""How the latent vectors z are computed: the plain algorithm, for one sequence.
 
 A latent position has no embedding of its own. What is fed there is computed from the hidden state
 of the position just before it (arXiv 2606.02871, with f the projector):
@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -54,27 +54,32 @@ def reaches_state(latent_gradient: str, step: int) -> bool:
 def plain_latent_states(
     model, ids: Int[Tensor, " T"], *, latent_gradient: str = "published"
 ) -> LatentStates:
-    """Hidden states and z of one sequence, fed token by token into transformers' own KV cache.
+    """Hidden states and z of one sequence, with the ordinary KV cache of transformers.
 
     The model must be in eval mode: in training mode with gradient checkpointing the layers of
-    transformers drop the cache, and every token would see itself only.
+    transformers drop the cache, and a position would see nothing of what came before it.
     """
     trunk, embed, f = model.model, model.get_input_embeddings(), model.model.projector
     cache = DynamicCache(config=model.config)
-    hidden, latents = [], []  # of (H,) each
-    step = 0  # k, how many latent positions of this block went before
-    for token in ids:
-        if token == model.config.latent_token_id:
-            h = hidden[-1]  # (H,), h_k: the state at the position just before
+    hidden = []  # of each call of the trunk, (n, H)
+    latents = []  # of each latent position, (1, H)
+
+    def feed(inputs: Float[Tensor, "n H"]) -> None:
+        output = trunk(inputs_embeds=inputs[None], past_key_values=cache, use_cache=True)
+        hidden.append(output.last_hidden_state[0])
+
+    is_latent = ids == model.config.latent_token_id  # (T,)
+    _, lengths = torch.unique_consecutive(is_latent, return_counts=True)
+    for piece in ids.split(lengths.tolist()):  # text, block, text, block, …
+        if piece[0] != model.config.latent_token_id:
+            feed(embed(piece))
+            continue
+        for step in range(len(piece)):  # k
+            h = hidden[-1][-1:]  # (1, H), h_k: the state at the position just before
             if not reaches_state(latent_gradient, step):
                 h = h.detach()
-            fed = f(h[None], step)  # (1, H), z_{k+1}
-            latents.append(fed[0])
-            step += 1
-        else:
-            fed = embed(token[None])  # (1, H)
-            step = 0
-        output = trunk(inputs_embeds=fed[None], past_key_values=cache, use_cache=True)
-        hidden.append(output.last_hidden_state[0, 0])
+            z = f(h, step)  # (1, H), z_{k+1}
+            latents.append(z)
+            feed(z)
     no_z = embed.weight.new_zeros(0, model.config.hidden_size)
-    return LatentStates(torch.stack(hidden), torch.stack(latents) if latents else no_z)
+    return LatentStates(torch.cat(hidden), torch.cat([no_z, *latents]))
