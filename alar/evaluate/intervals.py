@@ -79,6 +79,7 @@ def wilson(successes: float, n: float) -> Estimate:
         return Estimate(np.nan, np.nan, np.nan)
     z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
     p = successes / n
+    # The interval is centred between p and ½, so it stays inside [0, 1] and open at its ends.
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return Estimate(p, max(0.0, centre - half), min(1.0, centre + half))
@@ -120,7 +121,7 @@ def estimate(value: float, draws: np.ndarray) -> Estimate:
 
     Draws without a defined value (no hard turn among them) are left out.
     """
-    draws = draws[np.isfinite(draws)]
+    draws = draws[np.isfinite(draws)]  # (resamples,) or fewer
     if np.isnan(value) or not len(draws):
         return Estimate(float(value), np.nan, np.nan)
     low, high = np.percentile(draws, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])

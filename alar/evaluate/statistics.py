@@ -148,6 +148,7 @@ def efficiency(
 
     totals = {name: frame.sum() for name, frame in columns.items()}
 
+    # Sums will do: the number of questions cancels out in every ratio.
     def score(sums, system: str):
         return aes(
             sums[system]["correct"],
@@ -250,7 +251,7 @@ def _aligned(questions: pd.DataFrame, table: tables.Table) -> pd.DataFrame:
             f"table '{table.name}': question '{types.idxmax()}' has several values of"
             f" question_type; {table.origin}"
         )
-    everything = set(questions["question_id"])
+    everything = set(questions["question_id"])  # of all systems
     for system, ids in questions.groupby("system")["question_id"]:
         missing = sorted(everything - set(ids))
         if missing:
@@ -262,6 +263,7 @@ def _aligned(questions: pd.DataFrame, table: tables.Table) -> pd.DataFrame:
                 f" questions ({shown}), so systems cannot be paired; {table.origin}: run it again"
                 " for all systems"
             )
+    # One order for all systems pairs them, and makes results independent of the rows' order.
     return questions.sort_values("question_id", kind="stable")
 
 

@@ -135,6 +135,7 @@ def ratios(
         for axes, name in ((left, "accuracy"), (right, "think_tokens")):
             axes.plot(rows["ratio"], rows[name], color=colour, linewidth=0.8)
             estimate_bars(axes, rows, name, rows["ratio"], **look)
+    # What a prompt would give whose ratio were obeyed to the letter.
     largest = table["ratio"].max()
     whole = table.loc[table["ratio"] == largest, "think_tokens"].mean() / largest
     dashed = {"color": GREY, "linewidth": 0.8, "linestyle": DASHED}

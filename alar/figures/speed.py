@@ -61,6 +61,7 @@ def speed(
     axes.set_yticks(place, names)
     axes.set_ylim(-0.6, len(rows) - 0.4)
     drawn = rows[["ratio_low", "ratio_high", "at_most", "at_least"]].to_numpy(dtype=float)
+    # 1, as fast as the other, is always in view.
     low, high = min(np.nanmin(drawn), 1) / 1.15, max(np.nanmax(drawn), 1) * 1.15
     axes.set_xlim(low, high)
     _only_ticks(axes.xaxis, FixedLocator([tick for tick in _TICKS if low <= tick <= high]))

@@ -200,6 +200,7 @@ def interval_bars(axes, x, y, low, high, *, along: str = "y", **style) -> None:
     """A point with its interval along one axis. Missing interval ends leave the bare point."""
     x, y, low, high = (np.asarray(value, dtype=float) for value in (x, y, low, high))
     centre = y if along == "y" else x
+    # Distances to both ends, (2, points); rounding may leave a tiny negative one.
     reach = np.abs(np.nan_to_num(np.stack([centre - low, high - centre])))
     style = {"linestyle": "none", "elinewidth": 1.0, "capsize": 1.8, "capthick": 0.8} | style
     axes.errorbar(x, y, **{f"{along}err": reach}, **style)
@@ -252,6 +253,7 @@ def _rendered(figure: Figure, kind: str, **options) -> bytes:
         "png": {"Software": None},
         "pdf": {"CreationDate": None},
     }
+    # The style applies once more, since a figure may be saved long after it was drawn.
     buffer = io.BytesIO()
     with rc_context(STYLE):
         figure.savefig(buffer, format=kind, metadata=metadata.get(kind), **options)

@@ -79,7 +79,7 @@ def dynamics(
     for index, (axes, title) in enumerate(zip(grid, _PANELS, strict=True)):
         for column, label, colour in _PANELS[title]:
             if column not in metrics or metrics[column].isna().all():
-                continue
+                continue  # never measured, such as validation that is switched off
             if column.startswith("validation_"):
                 points = _draw_validation(
                     axes, metrics, column, label, colour, validation_questions
@@ -94,6 +94,7 @@ def dynamics(
             box = {"frameon": True, "framealpha": 0.8, "edgecolor": "none"}
             axes.legend(loc="best", handlelength=1.2, labelspacing=0.25, **box)
     _within_shares(grid[1])
+    # The latent share and the entropies in bits have 0 and 1 as their natural ends.
     for axes in (grid[2], *grid[-2:]):
         axes.set_ylim(-0.03, 1.03)
     for axes in grid[3:]:
@@ -262,6 +263,7 @@ class LiveDynamics:
             self._handle = display(figure, display_id=True)
         else:
             self._handle.update(figure)
+        # The next one is due after 20 times as long as this one took.
         spent = time.monotonic() - started
         self._due = time.monotonic() + max(self._every, 20 * spent)
 
@@ -269,7 +271,7 @@ class LiveDynamics:
 def _in_notebook() -> bool:
     try:
         from IPython import get_ipython
-    except ImportError:  # the figures need no IPython when they are only saved
+    except ImportError:  # nobody needs IPython to save a figure
         return False
     return get_ipython() is not None
 

@@ -249,6 +249,22 @@ def pretraining_rate(step: int, config: Pretrain) -> float:
     return config.learning_rate * min(1.0, step / WARMUP_STEPS, remaining)
 
 
+def _update(model, optimizer: torch.optim.Optimizer, parts: Sequence[tuple]) -> float:
+    """One optimiser step on the parts of a batch; returns their loss, in nats per token."""
+    scored = sum(int((labels[:, 1:] != NO_LOSS).sum()) for _, _, labels in parts)
+    total = 0.0
+    for _, ids, labels in parts:
+        # The parts' gradients add up to that of one mean over the tokens of all of them.
+        summed = summed_cross_entropy(model, ids.to(model.device), labels.to(model.device))
+        loss = summed / scored
+        loss.backward()
+        total += loss.item()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
 def pretrain(
     folder: str | Path,
     config: Pretrain,
@@ -272,8 +288,7 @@ def pretrain(
     else:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     codec = Codec(tokenizer, form=source.form)
-    device = usual_device()
-    model = build_model(config, tokenizer, source).to(device)
+    model = build_model(config, tokenizer, source).to(usual_device())
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY
     )
@@ -283,31 +298,20 @@ def pretrain(
     if state is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        done, tokens, seconds, rows = (
-            state[name] for name in ("step", "tokens", "seconds", "rows")
-        )
+        done, tokens, seconds = state["step"], state["tokens"], state["seconds"]
+        rows = state["rows"]
         place = tuple(state["place"])
-    losses: list[float] = []
+    losses: list[float] = []  # since the last row of the log
     started = time.perf_counter() - seconds
     stream = batches(codec, config, source, (place[0], place[1] + 1))
     for step in range(done + 1, config.steps + 1):
         parts = [next(stream) for _ in range(PARTS)]
         place = parts[-1][0]
-        scored = sum(int((labels[:, 1:] != NO_LOSS).sum()) for _, _, labels in parts)
-        total = 0.0
-        for _, ids, labels in parts:
-            # One mean over the tokens of all parts, whose gradients add up.
-            loss = summed_cross_entropy(model, ids.to(device), labels.to(device)) / scored
-            loss.backward()
-            total += loss.item()
-            tokens += ids.numel()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        tokens += sum(ids.numel() for _, ids, _ in parts)
         rate = pretraining_rate(step, config)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
+        losses.append(_update(model, optimizer, parts))
         if step % LOG_EVERY == 0 or step == config.steps:
             seconds = round(time.perf_counter() - started, 1)
             mean = round(sum(losses) / len(losses), 5)
