@@ -74,6 +74,14 @@ def test_bootstrap_interval_equals_scipys_for_the_same_seed():
     assert ours == pytest.approx((values.mean(), theirs.low, theirs.high), abs=1e-12)
 
 
+def test_an_estimate_survives_the_way_through_a_table():
+    found = Estimate(0.5, 0.4, 0.7)
+    table = pd.DataFrame([{"system": "alar"} | found.columns("em")])
+    assert list(table) == ["system", "em", "em_low", "em_high"]
+    assert Estimate.read(table.iloc[0], "em") == found
+    assert tables.with_intervals(table, "em", 100) == ["50.0 [40.0, 70.0]"]
+
+
 def test_intervals_do_not_depend_on_how_the_work_is_cut(monkeypatch):
     values = np.arange(23) % 7
     whole = statistics.bootstrap_mean(values, resamples=RESAMPLES)

@@ -1,5 +1,4 @@
-"""Speed: the benchmark notebook's time ratios, each with its range and what is claimed of it, and
-the serving notebook's tokens per second."""
+"""Speed: time ratios of the benchmark notebook, tokens per second of the serving notebook."""
 
 from __future__ import annotations
 

@@ -122,8 +122,7 @@ STYLE = {
 
 
 class StyledFigure(Figure):
-    """A figure that keeps the style when it is rendered later, and shows itself in a notebook
-    without pyplot."""
+    """Keeps the style when it is rendered later, and shows itself in a notebook without pyplot."""
 
     def draw(self, renderer):
         with rc_context(STYLE):
@@ -207,8 +206,7 @@ def interval_bars(axes, x, y, low, high, *, along: str = "y", **style) -> None:
 
 
 def estimate_bars(axes, rows: pd.DataFrame, name: str, at, *, along: str = "y", **style) -> None:
-    """The estimates `name` of a table with their intervals along one axis, at the places `at` of
-    the other."""
+    """Estimates `name` of a table with intervals along one axis, at places `at` of the other."""
     value, low, high = Estimate.read(rows, name)
     x, y = (at, value) if along == "y" else (value, at)
     interval_bars(axes, x, y, low, high, along=along, **style)

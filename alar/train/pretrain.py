@@ -1,5 +1,4 @@
-"""Pretraining of an embedded base model: a tokenizer and a small Qwen2 (search) or Qwen3 (tool)
-from explicit trajectories.
+"""Pretraining of an embedded base: a tokenizer and a small Qwen2 (search) or Qwen3 (tool).
 
 In search the trajectories ask about counterfactual worlds, with passages from the real retriever;
 in the tool domain they call functions that are really run. All reason in text, and the loss covers
@@ -134,8 +133,11 @@ def solved_texts(
 
 
 def train_tokenizer(config: Pretrain, source: Source) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with Qwen's pre-tokenizer. Open tags are left out of the training text, so
-    that `<latent>` keeps three pieces, as in Qwen's own vocabulary."""
+    """Byte-level BPE with Qwen's pre-tokenizer.
+
+    Open tags are left out of the training text, so that `<latent>` keeps three pieces, as in
+    Qwen's own vocabulary.
+    """
     texts = [*source.texts(), *[protocol.LATENT_CLOSE + "\n\n"] * 2000]
     for tag in ("think", "latent", "search", "answer", "information"):
         texts = [text.replace(f"<{tag}>", "\n") for text in texts]
@@ -210,11 +212,11 @@ def encode_trajectory(
 def batches(
     codec: Codec, config: Pretrain, source: Source, first: tuple[int, int] = (0, 0)
 ) -> Iterator[tuple[tuple[int, int], torch.Tensor, torch.Tensor]]:
-    """Endless ((world, part), ids, labels) of parts of batches, one world after another, from
-    `first` on; ids and labels are right-padded (B / PARTS, T).
+    """Endless parts of batches, one world after another, from `first` on.
 
-    Each part holds trajectories of similar lengths. A part depends on the source and its own two
-    numbers alone, so a training can go on at any of them.
+    Each is ((world, part), ids, labels); ids and labels are right-padded (B / PARTS, T). Each part
+    holds trajectories of similar lengths. A part depends on the source and its own two numbers
+    alone, so a training can go on at any of them.
     """
     number, skipped = first
     size = config.batch_size // PARTS
@@ -233,8 +235,10 @@ def batches(
 def summed_cross_entropy(
     model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Over the labelled tokens of (B, T) ids, in nats, with gradient. Right padding needs no mask
-    under causal attention."""
+    """Over the labelled tokens of (B, T) ids, in nats, with gradient.
+
+    Right padding needs no mask under causal attention.
+    """
     hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]  # (B, T-1, H)
     targets = labels[:, 1:]  # (B, T-1)
     scored = targets != NO_LOSS
