@@ -62,7 +62,7 @@ def read_variant(provenance: str | Path, questions: str | Path, turns: str | Pat
         sections, seed = found["parameters"], found["seeds"]["run"]
     except (json.JSONDecodeError, KeyError) as error:
         raise tables.TableError(
-            f"{path}: no whole record of a run ({error}); run that variant again"
+            f"{path}: no whole account of a run ({error}); run that variant again"
         ) from error
     parameters = {}
     for section, values in sections.items():

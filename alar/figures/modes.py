@@ -20,7 +20,7 @@ from alar.figures.style import (
     MODE_NAMES,
     PAGE,
     VERMILLION,
-    Source,
+    TableOrFile,
     estimate_bars,
     footnote,
     new_figure,
@@ -40,7 +40,7 @@ _BESIDE = 0.16  # hard and easy turns of the same number stand side by side
 
 @styled
 def latent_share(
-    shares: Source, *, systems: tuple[str, ...] = ("warmup", "alar"), scale: str = MEASURED
+    shares: TableOrFile, *, systems: tuple[str, ...] = ("warmup", "alar"), scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
     """Latent share by question type and turn, one panel per system, hard turns marked.
 
@@ -81,7 +81,9 @@ def latent_share(
 
 
 @styled
-def trajectory_figure(example: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+def trajectory_figure(
+    example: TableOrFile, *, scale: str = MEASURED
+) -> tuple[Figure, pd.DataFrame]:
     """Tokens per turn on one question, a bar per turn and system, beside what the turn says."""
     example = tables.read(example, tables.EXAMPLE_TURNS)
     questions = list(dict.fromkeys(example["question"]))

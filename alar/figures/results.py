@@ -29,7 +29,7 @@ from alar.figures.style import (
     PAGE,
     PURPLE,
     SYSTEM_MARKERS,
-    Source,
+    TableOrFile,
     estimate_bars,
     footnote,
     horizontal_rows,
@@ -69,7 +69,7 @@ _METHOD_MARKERS = SYSTEM_MARKERS | {"ThinkPrune": "D", "ShorterBetter": "X", "O1
 
 @styled
 def accuracy_against_tokens(
-    summary: Source, *, scale: str = MEASURED
+    summary: TableOrFile, *, scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
     """Accuracy change against token reduction, each from its own base.
 
@@ -105,7 +105,7 @@ def accuracy_against_tokens(
 
 
 @styled
-def stages(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+def stages(summary: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
     """Accuracy, tokens and latent share of every system, over all questions."""
     rows = _rows(summary, "all")
     figure, _ = _dot_panels(rows, ("em", "tokens", "latent_share"))
@@ -114,7 +114,7 @@ def stages(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFr
 
 
 @styled
-def question_types(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+def question_types(summary: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
     """Accuracy and tokens of every system, one column per question type."""
     summary = tables.read(summary, tables.SUMMARY)
     types = tables.in_order(set(summary["question_type"]) - {"all"}, tables.QUESTION_TYPES)
@@ -140,7 +140,7 @@ def question_types(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, p
 
 
 @styled
-def controls_figure(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+def controls_figure(summary: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
     """Accuracy under each tampering with z at inference, and its difference from intact latents."""
     rows = _rows(summary, "all", tables.CONTROLS)
     _demand_system(rows, "intact")
@@ -151,7 +151,7 @@ def controls_figure(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, 
 
 
 @styled
-def oracle_figure(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+def oracle_figure(summary: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
     """Accuracy and tokens beside the oracle router's, and the band that counts as close to it.
 
     The band reaches 4 points below the oracle's accuracy and to 1.25 times its tokens.
@@ -169,7 +169,7 @@ def oracle_figure(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd
 
 
 def _rows(
-    summary: Source, question_type: str, order: tuple[str, ...] = tables.SYSTEMS
+    summary: TableOrFile, question_type: str, order: tuple[str, ...] = tables.SYSTEMS
 ) -> pd.DataFrame:
     summary = tables.read(summary, tables.SUMMARY)
     rows = summary[summary["question_type"] == question_type]

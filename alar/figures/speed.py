@@ -18,7 +18,7 @@ from alar.figures.style import (
     MEASURED,
     PAGE,
     VERMILLION,
-    Source,
+    TableOrFile,
     estimate_bars,
     footnote,
     new_figure,
@@ -35,7 +35,7 @@ _TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 @styled
 def speed(
-    ratios: Source, *, clock: str = "wall", scale: str = MEASURED
+    ratios: TableOrFile, *, clock: str = "wall", scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
     """One row per comparison: time of the first over time of the second.
 
@@ -76,7 +76,7 @@ def speed(
 
 
 @styled
-def throughput(table: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+def throughput(table: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
     """Generated tokens per second against how many turns are written at once, a line per route."""
     table = tables.read(table, tables.THROUGHPUT)
     table = table.sort_values(["route", "concurrent"], ignore_index=True)

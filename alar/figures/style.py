@@ -27,7 +27,7 @@ COLUMN, PAGE = 3.4, 7.0  # inches
 DASHED = (0, (4, 2))  # the line of what others are compared with
 
 MEASURED = "measured"  # what the small print says unless told otherwise
-Source = pd.DataFrame | str | Path  # a table, or the file that holds it
+TableOrFile = pd.DataFrame | str | Path  # a table, or the file that holds it
 
 BLACK, GREY, LIGHT = "#222222", "#666666", "#DDDDDD"
 BLUE, SKY, GREEN = "#0072B2", "#56B4E9", "#009E73"

@@ -24,7 +24,7 @@ from alar.figures.style import (
     PURPLE,
     SKY,
     VERMILLION,
-    Source,
+    TableOrFile,
     footnote,
     new_figure,
     panel_letter,
@@ -63,7 +63,11 @@ _CASE_DASHES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)
 
 @styled
 def dynamics(
-    metrics: Source, *, validation_questions: int = 0, total_steps: int = 0, scale: str = MEASURED
+    metrics: TableOrFile,
+    *,
+    validation_questions: int = 0,
+    total_steps: int = 0,
+    scale: str = MEASURED,
 ) -> tuple[Figure, pd.DataFrame]:
     """Reward, accuracy, latent share, tokens and mode entropies over the steps of AR-GRPO.
 
@@ -109,7 +113,9 @@ def dynamics(
 
 
 @styled
-def losses(curves: Mapping[str, Source], *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+def losses(
+    curves: Mapping[str, TableOrFile], *, scale: str = MEASURED
+) -> tuple[Figure, pd.DataFrame]:
     """Cross-entropy over the optimiser steps of supervised stages.
 
     `curves` is name → table, such as {"AASD": path, "mode warm-up": path}.
@@ -134,7 +140,7 @@ def losses(curves: Mapping[str, Source], *, scale: str = MEASURED) -> tuple[Figu
 
 @styled
 def lengths(
-    curves: Mapping[str, Source], *, validation_questions: int = 0, scale: str = MEASURED
+    curves: Mapping[str, TableOrFile], *, validation_questions: int = 0, scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
     """Generated tokens and accuracy over the steps of RL under several length rewards.
 
@@ -173,7 +179,7 @@ def lengths(
 
 @styled
 def reward_shapes(
-    rewards: Source, *, scale: str = "computed from the formulas"
+    rewards: TableOrFile, *, scale: str = "computed from the formulas"
 ) -> tuple[Figure, pd.DataFrame]:
     """Reward against the latent share of a trajectory.
 

@@ -5,7 +5,7 @@ in the tool domain they call functions that are really run. All reason in text, 
 what the policy writes. `params/laptop-from-scratch.yaml` repeats it.
 
 The schedule is a warm-up, a constant rate, and a linear decay over the last third. A batch is made
-of `PARTS` groups of trajectories, each of similar lengths. A single group would hold one type of
+of `PARTS` parts, each with trajectories of similar lengths. A single part would hold one type of
 question, and every step would pull what the types differ in, such as whether any function fits,
 towards the type of the moment.
 """
@@ -223,10 +223,10 @@ def batches(
     while True:
         rows = list(source.encoded(codec, number, config.questions_per_world))
         rows.sort(key=lambda row: len(row[0]))
-        groups = [rows[i : i + size] for i in range(0, len(rows), size)]
-        random.Random(f"pretraining {source.seed} {number}").shuffle(groups)
-        for place, group in enumerate(groups[skipped:], start=skipped):
-            examples = [Example(ids, labels, 0) for ids, labels in group]
+        parts = [rows[i : i + size] for i in range(0, len(rows), size)]
+        random.Random(f"pretraining {source.seed} {number}").shuffle(parts)
+        for place, part in enumerate(parts[skipped:], start=skipped):
+            examples = [Example(ids, labels, 0) for ids, labels in part]
             padded = collate(examples, codec.tokenizer.pad_token_id)
             yield (number, place), padded["input_ids"], padded["labels"]
         number, skipped = number + 1, 0
