@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from alar.evaluate.statistics import bootstrap_mean, paired_bootstrap
+from alar.evaluate.statistics import Estimate, bootstrap_mean, paired_bootstrap
 from alar.inspector.blocks import Site
 from alar.inspector.interventions import KINDS, Bench, Effect, Intervention
 from alar.records import Environment, Origin
@@ -190,11 +190,22 @@ def summarise(
             rows.append(
                 dict(zip(by, key))
                 | {"measure": name, "questions": len(means), "turns": len(used)}
-                | dict(zip(("mean", "low", "high"), bootstrap_mean(own, **options)))
-                | bootstrap_mean(control, **options).columns("control")
-                | paired_bootstrap(own, control, **options).columns("difference")
+                | _columns(bootstrap_mean(own, **options), "mean", "low", "high")
+                | _columns(
+                    bootstrap_mean(control, **options), "control", "control_low", "control_high"
+                )
+                | _columns(
+                    paired_bootstrap(own, control, **options),
+                    "difference",
+                    "difference_low",
+                    "difference_high",
+                )
             )
     return pd.DataFrame(rows)
+
+
+def _columns(estimate: Estimate, *names: str) -> dict[str, float]:
+    return dict(zip(names, estimate))
 
 
 def causal_map(

@@ -210,9 +210,13 @@ def probe_table(
                     ("shuffled", chance),
                     ("embedding", by_words),
                 ):
-                    row |= bootstrap_mean(values, **options).columns(name)
-                gained = paired_bootstrap(hits, by_words, **options)
-                rows.append(row | gained.columns("difference"))
+                    row |= dict(
+                        zip(
+                            (name, f"{name}_low", f"{name}_high"), bootstrap_mean(values, **options)
+                        )
+                    )
+                names = ("difference", "difference_low", "difference_high")
+                rows.append(row | dict(zip(names, paired_bootstrap(hits, by_words, **options))))
     return pd.DataFrame(rows)
 
 
