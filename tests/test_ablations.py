@@ -18,6 +18,7 @@ from alar.evaluate.ablations import (
     read_variant,
     readable,
 )
+from alar.evaluate.intervals import Estimate
 from alar.study import params
 from alar.study.params.notebooks import code, declared_parameters
 from alar.study.stage import RunError, read_inputs
@@ -124,9 +125,7 @@ def test_one_seed_equals_the_paired_statistics():
             **OPTIONS,
         ),
     }.items():
-        assert tuple(row[[name, f"{name}_low", f"{name}_high"]]) == pytest.approx(
-            tuple(expected)
-        ), name
+        assert Estimate.read(row, name) == pytest.approx(tuple(expected)), name
     assert (
         row["difference_lowest"]
         == row["difference_highest"]
@@ -137,7 +136,7 @@ def test_one_seed_equals_the_paired_statistics():
     assert reference["accuracy_difference"] == reference["accuracy_difference_low"] == 0
 
 
-def test_seeds_of_one_setting_are_averaged_question_by_question_and_paired_with_their_own_reference():
+def test_seeds_are_averaged_question_by_question_and_paired_with_their_own_reference():
     references = [REFERENCE, variant("reference-1", 0.9, seed=1)]
     alphas = [variant("a", 0.6, rl__alpha=0.3), variant("a-1", 0.8, seed=1, rl__alpha=0.3)]
     table = ablation_table([*references, *alphas], systems=["alar"], **OPTIONS)
@@ -190,15 +189,9 @@ def test_question_types_are_means_over_seeds():
 @pytest.mark.parametrize(
     "others, message",
     [
-        ([variant("again", 0.5)], "reference and again are the same setting .* same seed 0"),
-        (
-            [variant("a-1", 0.5, seed=1, rl__alpha=0.3)],
-            "a-1: the reference was not evaluated as 'stage1' with seed 1",
-        ),
-        (
-            [variant("short", 0.5, n=12, rl__alpha=0.3)],
-            "short and the reference answered different questions",
-        ),
+        ([variant("again", 0.5)], "reference and again .* seed 0"),
+        ([variant("a-1", 0.5, seed=1, rl__alpha=0.3)], "a-1: .*'stage1' with seed 1"),
+        ([variant("short", 0.5, n=12, rl__alpha=0.3)], "short .* different questions"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(others, message):
@@ -304,5 +297,5 @@ def test_the_notebook_without_its_reference_says_what_to_run(tmp_path):
 def test_a_record_cut_off_is_named(experiment):
     path = experiment / "k0/search/provenance.json"
     path.write_text(path.read_text()[:40])
-    with pytest.raises(tables.TableError, match="provenance.json: no whole record"):
+    with pytest.raises(tables.TableError, match="provenance.json"):
         read_variant(*files_of(path.parent))

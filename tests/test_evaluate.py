@@ -1,5 +1,6 @@
-"""Evaluation: tables that agree with the trajectories, controls that do what they say, an oracle
-that is an oracle."""
+"""Tables agree with the trajectories, controls do what they say, an oracle is an oracle."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -126,8 +127,6 @@ def test_controls_without_any_latent_block_are_refused(engine, questions):
 
 
 def test_the_hardness_label_changes_nothing_but_the_tables(engine, questions):
-    from dataclasses import replace
-
     blind = [replace(q, hard_turns=(), type="") for q in questions]
     plain = evaluation.evaluate(engine, SearchEnvironment(), questions, mode="free", **SETTINGS)
     hidden = evaluation.evaluate(engine, SearchEnvironment(), blind, mode="free", **SETTINGS)

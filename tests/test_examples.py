@@ -1,4 +1,4 @@
-"""Training examples: where loss falls, whole blocks only, and batches that hold every example once."""
+"""Training examples: where loss falls, whole blocks only, batches with every example once."""
 
 from collections import Counter
 

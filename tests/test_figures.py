@@ -13,6 +13,7 @@ from matplotlib.text import Text
 
 from alar import figures
 from alar.evaluate import statistics, tables
+from alar.evaluate.intervals import Estimate
 from alar.figures import published, training
 
 SYSTEMS = ("base", "stage1", "warmup", "alar", "alar-think", "alar-latent")
@@ -171,10 +172,13 @@ def compared() -> pd.DataFrame:
                 "training_seconds": 90.0 * place,
             }
             for name, value, reach in (
-                ("accuracy", 0.9 - 0.02 * place, 0.015), ("accuracy_difference", -0.02 * place, 0.01),
-                ("tokens", 130 + shift - 20 * place, 4.0), ("token_reduction", 0.1 * place, 0.01), ("aes", 0.1, 0.1),
-            ):  # fmt: skip
-                row |= {name: value, f"{name}_low": value - reach, f"{name}_high": value + reach}
+                ("accuracy", 0.9 - 0.02 * place, 0.015),
+                ("accuracy_difference", -0.02 * place, 0.01),
+                ("tokens", 130 + shift - 20 * place, 4.0),
+                ("token_reduction", 0.1 * place, 0.01),
+                ("aes", 0.1, 0.1),
+            ):
+                row |= Estimate(value, value - reach, value + reach).columns(name)
             rows.append(row | {"training_tokens": 1e6 * place, "scale": "measured at laptop scale"})
     return pd.DataFrame(rows)[list(tables.METHODS.columns)]
 
@@ -195,7 +199,7 @@ def skipped() -> pd.DataFrame:
                 ("think_tokens", 50 * ratio),
                 ("correct_tokens", 40.0),
             ):
-                row |= {name: value, f"{name}_low": value - 0.05, f"{name}_high": value + 0.05}
+                row |= Estimate(value, value - 0.05, value + 0.05).columns(name)
             rows.append(row)
     return pd.DataFrame(rows)[list(tables.RATIOS.columns)]
 
@@ -210,7 +214,7 @@ def ablated() -> pd.DataFrame:
                 ("accuracy", 0.6 - 0.2 * place, 0.03),
                 ("tokens", 90.0 - 20 * place, 3.0),
             ):
-                row |= {name: value, f"{name}_low": value - reach, f"{name}_high": value + reach}
+                row |= Estimate(value, value - reach, value + reach).columns(name)
             rows.append(row)
     return pd.DataFrame(rows)[list(tables.ABLATIONS.columns)]
 
@@ -392,27 +396,21 @@ def test_small_tables_still_give_figures():
 
 
 def test_a_missing_column_is_named_with_its_stage():
-    with pytest.raises(
-        tables.TableError, match="table 'summary': no column 'em_low'; 06_benchmark_eval writes it"
-    ):
+    with pytest.raises(tables.TableError, match="summary.*'em_low'.*06_benchmark_eval"):
         figures.stages(summary().drop(columns="em_low"))
-    with pytest.raises(
-        tables.TableError, match="table 'metrics': no column 'reward'; 05_ar_grpo writes it"
-    ):
+    with pytest.raises(tables.TableError, match="metrics.*'reward'.*05_ar_grpo"):
         figures.dynamics(metrics().drop(columns="reward"))
 
 
 def test_a_missing_reference_is_named():
-    with pytest.raises(
-        tables.TableError, match="has no 'intact' to compare with; it has zeroed, text"
-    ):
+    with pytest.raises(tables.TableError, match="'intact'.*zeroed, text"):
         figures.controls_figure(summary(("zeroed", "text")))
-    with pytest.raises(tables.TableError, match="'base' was not evaluated"):
+    with pytest.raises(tables.TableError, match="'base'"):
         figures.accuracy_against_tokens(summary(("alar", "stage1")))
 
 
 def test_an_absent_system_is_named():
-    with pytest.raises(tables.TableError, match="column 'system' has no 'warmup'; it has alar"):
+    with pytest.raises(tables.TableError, match="'warmup'.*alar"):
         figures.latent_share(statistics.mode_share(evaluation(("alar",))[1]))
 
 

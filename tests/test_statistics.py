@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 
 from alar.evaluate import intervals, statistics, tables
+from alar.evaluate.intervals import Estimate
 from alar.rl.objective import binary_entropy
 
 RESAMPLES = 500
@@ -73,6 +74,14 @@ def test_bootstrap_interval_equals_scipys_for_the_same_seed():
     assert ours == pytest.approx((values.mean(), theirs.low, theirs.high), abs=1e-12)
 
 
+def test_an_estimate_survives_the_way_through_a_table():
+    found = Estimate(0.5, 0.4, 0.7)
+    table = pd.DataFrame([{"system": "alar"} | found.columns("em")])
+    assert list(table) == ["system", "em", "em_low", "em_high"]
+    assert Estimate.read(table.iloc[0], "em") == found
+    assert tables.with_intervals(table, "em", 100) == ["50.0 [40.0, 70.0]"]
+
+
 def test_intervals_do_not_depend_on_how_the_work_is_cut(monkeypatch):
     values = np.arange(23) % 7
     whole = statistics.bootstrap_mean(values, resamples=RESAMPLES)
@@ -134,7 +143,7 @@ def test_values_without_a_mean_are_refused(values, complaint):
 
 
 def test_pairs_of_unequal_length_are_refused():
-    with pytest.raises(ValueError, match="3 values against 2"):
+    with pytest.raises(ValueError, match="3 .* 2"):
         statistics.paired_bootstrap([1, 2, 3], [1, 2])
 
 
@@ -180,9 +189,7 @@ def test_summary_agrees_with_the_plain_estimates(questions):
             base["generated_tokens"], alar["generated_tokens"], **options
         ),
     }.items():
-        assert tuple(row[[name, f"{name}_low", f"{name}_high"]]) == pytest.approx(
-            expected, abs=1e-12
-        )
+        assert Estimate.read(row, name) == pytest.approx(expected, abs=1e-12)
     assert (
         row["latent_share"]
         == alar["latent_turns"].sum() / (alar["latent_turns"] + alar["think_turns"]).sum()
@@ -213,14 +220,12 @@ def test_missing_questions_are_named(questions):
     holed = questions.drop(
         questions.query("system == 'alar' and question_id in ['q004', 'q017']").index
     )
-    with pytest.raises(
-        tables.TableError, match=r"system 'alar' lacks 2 of 60 questions \(q004, q017\)"
-    ):
+    with pytest.raises(tables.TableError, match="alar.* 2 of 60 .*q004, q017"):
         statistics.summarise(holed, resamples=RESAMPLES)
 
 
 def test_repeated_questions_are_named(questions):
-    with pytest.raises(tables.TableError, match="system 'base' has question 'q000' twice"):
+    with pytest.raises(tables.TableError, match="base.*q000"):
         statistics.summarise(pd.concat([questions, questions.head(1)]), resamples=RESAMPLES)
 
 
@@ -228,9 +233,7 @@ def test_a_question_of_two_types_is_named(questions):
     questions.loc[
         (questions["system"] == "alar") & (questions["question_id"] == "q003"), "question_type"
     ] = "single"
-    with pytest.raises(
-        tables.TableError, match="question 'q003' has several values of question_type"
-    ):
+    with pytest.raises(tables.TableError, match="q003.*question_type"):
         statistics.summarise(questions, resamples=RESAMPLES)
 
 
@@ -246,7 +249,7 @@ def test_compare_reports_the_token_ratio_and_the_em_difference(questions):
 
 
 def test_compare_names_an_unknown_system(questions):
-    with pytest.raises(tables.TableError, match="no system 'oracle'; it has base, stage1, alar"):
+    with pytest.raises(tables.TableError, match="oracle.*base, stage1, alar"):
         statistics.compare_systems(questions, "alar", "oracle", resamples=RESAMPLES)
 
 
@@ -336,22 +339,17 @@ def test_readable_summary_shows_percent_with_intervals(questions):
 
 
 def test_tables_name_the_missing_column_and_the_stage(questions):
-    with pytest.raises(
-        tables.TableError,
-        match="table 'questions': no column 'generated_tokens'; 06_benchmark_eval writes it",
-    ):
+    with pytest.raises(tables.TableError, match="questions.*'generated_tokens'.*06_benchmark_eval"):
         statistics.summarise(questions.drop(columns="generated_tokens"))
 
 
 def test_tables_name_an_unknown_mode():
-    with pytest.raises(tables.TableError, match="column 'mode' holds 'thinking'"):
+    with pytest.raises(tables.TableError, match="mode.*'thinking'"):
         statistics.mode_share(turn_table(["thinking"], [False], [0.5]))
 
 
 def test_tables_say_which_stage_to_run_for_a_missing_file(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match="05_ar_grpo writes it .metrics.jsonl.: run that stage first"
-    ):
+    with pytest.raises(FileNotFoundError, match="metrics.jsonl.*05_ar_grpo"):
         tables.read(tmp_path / "metrics.jsonl", tables.METRICS)
 
 
@@ -371,7 +369,7 @@ def test_tables_say_that_a_parquet_file_is_damaged(tmp_path, questions):
 
 
 def test_tables_refuse_to_be_empty(questions):
-    with pytest.raises(tables.TableError, match="has no rows; 06_benchmark_eval writes it"):
+    with pytest.raises(tables.TableError, match="no rows.*06_benchmark_eval"):
         tables.read(questions.head(0), tables.QUESTIONS)
 
 

@@ -40,12 +40,11 @@ _ASIDE = {"run", "eval", "figures", "inspector", "ablations"}
 
 @dataclass(frozen=True)
 class Variant:
-    """One trained and evaluated variant: its parameters as "section.key" → value, and the tables of
-    notebook 06."""
+    """One trained and evaluated variant, with the tables of notebook 06."""
 
     name: str
     seed: int
-    parameters: Mapping[str, Any]
+    parameters: Mapping[str, Any]  # "section.key" → value
     questions: pd.DataFrame
     turns: pd.DataFrame
 
@@ -56,15 +55,14 @@ def files_of(run_dir: str | Path) -> list[Path]:
 
 
 def read_variant(provenance: str | Path, questions: str | Path, turns: str | Path) -> Variant:
-    """From the files that a run leaves; the name is that of the variant's folder,
-    runs/<experiment>/<name>/<domain>."""
+    """From the files that a run leaves in runs/<experiment>/<name of the variant>/<domain>."""
     path = Path(provenance).resolve()
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         sections, seed = found["parameters"], found["seeds"]["run"]
     except (json.JSONDecodeError, KeyError) as error:
         raise tables.TableError(
-            f"{path}: no whole record of a run ({error}); run that variant again"
+            f"{path}: no whole account of a run ({error}); run that variant again"
         ) from error
     parameters = {}
     for section, values in sections.items():
@@ -127,8 +125,10 @@ def ablation_table(
 
 
 def by_type(variants: Sequence[Variant], systems: Sequence[str] = COMPARED) -> pd.DataFrame:
-    """Accuracy per question type, averaged over seeds: one row per setting and system, one column
-    per type."""
+    """Accuracy by question type, averaged over seeds.
+
+    One row per setting and system, one column per type.
+    """
     rows = []
     for setting, found in _settings(variants).items():
         pooled = pd.concat([variant.questions for variant in found.values()])
@@ -147,8 +147,10 @@ def each_run(
     resamples: int = 10_000,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Every variant against its *own* base, as people read it: one row per system and variant, so
-    that seeds can be compared."""
+    """Every variant against its *own* base, as people read it, so that seeds can be compared.
+
+    One row per system and variant.
+    """
     options, rows = {"resamples": resamples, "seed": seed}, []
     for variant in variants:
         summary = statistics.readable(statistics.summarise(variant.questions, **options))

@@ -73,12 +73,12 @@ def token_reduction(base_tokens, tokens, *, resamples: int = 10_000, seed: int =
 
 
 def wilson(successes: float, n: float) -> Estimate:
-    """A proportion with Wilson's score interval (1927), which keeps its width at 0 and 1; NaN
-    without trials."""
+    """A proportion with Wilson's score interval (1927); NaN without trials."""
     if n == 0:
         return Estimate(np.nan, np.nan, np.nan)
     z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
     p = successes / n
+    # Centred between p and ½; the half width does not vanish at p = 0 and p = 1.
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return Estimate(p, max(0.0, centre - half), min(1.0, centre + half))
@@ -120,7 +120,7 @@ def estimate(value: float, draws: np.ndarray) -> Estimate:
 
     Draws without a defined value (no hard turn among them) are left out.
     """
-    draws = draws[np.isfinite(draws)]
+    draws = draws[np.isfinite(draws)]  # (resamples,) or fewer
     if np.isnan(value) or not len(draws):
         return Estimate(float(value), np.nan, np.nan)
     low, high = np.percentile(draws, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])

@@ -44,8 +44,7 @@ __all__ = [
 
 
 def aes(accuracy, base_accuracy, tokens, base_tokens):
-    """Accuracy-efficiency score (O1-Pruner, arXiv 2501.12570) from changes relative to the base, as
-    fractions.
+    """Accuracy-efficiency score (O1-Pruner, arXiv 2501.12570): changes relative to the base.
 
     Saved tokens count once, gained accuracy three times, lost accuracy five times. Numbers or
     arrays; NaN where the base has nothing to be compared with.
@@ -139,8 +138,7 @@ def efficiency(
     seed: int = 0,
     table: tables.Table = tables.QUESTIONS,
 ) -> pd.DataFrame:
-    """`aes` of every system over all questions, with its interval: columns system, aes, aes_low,
-    aes_high."""
+    """`aes` of every system over all questions, with its interval; one row per system."""
     questions = _aligned(tables.read(questions, table), table)
     systems = tables.in_order(questions["system"], tables.SYSTEMS)
     columns = {name: _per_question(questions[questions["system"] == name]) for name in systems}
@@ -148,6 +146,7 @@ def efficiency(
 
     totals = {name: frame.sum() for name, frame in columns.items()}
 
+    # Sums will do: the number of questions cancels out in every ratio.
     def score(sums, system: str):
         return aes(
             sums[system]["correct"],
@@ -164,8 +163,7 @@ def efficiency(
 
 
 def adaptivity(turns: pd.DataFrame, *, resamples: int = 10_000, seed: int = 0) -> pd.DataFrame:
-    """One row per system: does the mode follow the difficulty of the turn? The columns of
-    `tables.ADAPTIVITY`.
+    """`tables.ADAPTIVITY`: does the mode follow the difficulty of the turn? One row per system.
 
     The explicit share is think turns over turns that hold a reasoning block. H(M), H(M|X) and
     I(X;M) = H(M) - H(M|X) come from the exact p(latent | state) of each scored turn, in bits: H(M)
@@ -193,11 +191,10 @@ def adaptivity(turns: pd.DataFrame, *, resamples: int = 10_000, seed: int = 0) -
 
 
 def mode_share(turns: pd.DataFrame) -> pd.DataFrame:
-    """Latent share per system, question type, turn number and hardness, with Wilson intervals:
-    `tables.MODE_SHARE`.
+    """`tables.MODE_SHARE`: latent share by system, question type, turn number and hardness.
 
-    A question has one turn of each number, so the turns of one row are independent. Turns without a
-    reasoning block are left out.
+    Intervals are Wilson's. A question has one turn of each number, so the turns of one row are
+    independent. Turns without a reasoning block are left out.
     """
     turns = tables.read(turns, tables.TURNS)
     moded = turns[turns["mode"] != "none"]
@@ -250,7 +247,7 @@ def _aligned(questions: pd.DataFrame, table: tables.Table) -> pd.DataFrame:
             f"table '{table.name}': question '{types.idxmax()}' has several values of"
             f" question_type; {table.origin}"
         )
-    everything = set(questions["question_id"])
+    everything = set(questions["question_id"])  # of all systems
     for system, ids in questions.groupby("system")["question_id"]:
         missing = sorted(everything - set(ids))
         if missing:
@@ -262,6 +259,7 @@ def _aligned(questions: pd.DataFrame, table: tables.Table) -> pd.DataFrame:
                 f" questions ({shown}), so systems cannot be paired; {table.origin}: run it again"
                 " for all systems"
             )
+    # One order for all systems pairs them, and makes results independent of the rows' order.
     return questions.sort_values("question_id", kind="stable")
 
 
@@ -325,8 +323,7 @@ def _differences(columns, draws, system: str, base: str, n: int) -> dict[str, fl
 
 
 def _per_question_modes(part: pd.DataFrame) -> pd.DataFrame:
-    """Per question: counts of moded and explicit turns by difficulty, and sums over the scored
-    turns."""
+    """Per question: numbers of turns by mode and difficulty, and sums over the scored turns."""
     moded = part["mode"] != "none"
     explicit = part["mode"] == "think"
     scored = part["p_latent"].notna()
@@ -344,8 +341,7 @@ def _per_question_modes(part: pd.DataFrame) -> pd.DataFrame:
 
 
 def _mode_statistics(sums) -> dict[str, np.ndarray]:
-    """The adaptivity figures from sums over turns; works on one total and on a frame of resampled
-    ones."""
+    """From sums over turns: of one total (a series) or of resampled ones (a frame)."""
     hard = ratio(sums["hard_explicit"], sums["hard"])
     easy = ratio(sums["easy_explicit"], sums["easy"])
     marginal = binary_entropy(np.clip(ratio(sums["p"], sums["scored"]), 0, 1))

@@ -35,12 +35,11 @@ class TableError(ValueError):
 
 @dataclass(frozen=True)
 class Table:
-    """What a table must have: columns in the order in which they are written, `~` before an
-    estimate. Other columns may be present."""
+    """What a table must have. Other columns may be present."""
 
     file: str
     stage: str  # that writes it
-    listed: str
+    listed: str  # columns in their order, `~` before an estimate
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ from alar.figures.style import (
     GREY,
     MEASURED,
     PAGE,
-    Source,
+    TableOrFile,
     estimate_bars,
     footnote,
     horizontal_rows,
@@ -34,7 +34,7 @@ _LABEL_LENGTH = 44  # characters
 
 
 @styled
-def ablations_figure(table: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+def ablations_figure(table: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
     """Accuracy, tokens and I(X;M) of every setting, in blocks by system.
 
     The dashed line is the block's first row.

@@ -19,7 +19,7 @@ from alar.figures.style import (
     PURPLE,
     SKY,
     VERMILLION,
-    Source,
+    TableOrFile,
     estimate_bars,
     footnote,
     new_figure,
@@ -39,7 +39,7 @@ _NEAR = 0.1  # how far below the base's accuracy a method is still drawn larger
 
 
 @styled
-def methods_figure(table: Source) -> tuple[Figure, pd.DataFrame]:
+def methods_figure(table: TableOrFile) -> tuple[Figure, pd.DataFrame]:
     """Accuracy against mean generated tokens, one row of panels per domain.
 
     The left panel has all methods, the right one those near the base's accuracy, larger. Settings
@@ -118,7 +118,7 @@ def _legend(table: pd.DataFrame, looks: dict[str, dict]) -> list[Line2D]:
 
 @styled
 def ratios(
-    table: Source, achieved: pd.DataFrame | None = None, *, scale: str = MEASURED
+    table: TableOrFile, achieved: pd.DataFrame | None = None, *, scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
     """Accuracy and think tokens against the ratio in the prompt, one line per model and scorer.
 
@@ -135,6 +135,7 @@ def ratios(
         for axes, name in ((left, "accuracy"), (right, "think_tokens")):
             axes.plot(rows["ratio"], rows[name], color=colour, linewidth=0.8)
             estimate_bars(axes, rows, name, rows["ratio"], **look)
+    # What a prompt would give whose ratio were obeyed to the letter.
     largest = table["ratio"].max()
     whole = table.loc[table["ratio"] == largest, "think_tokens"].mean() / largest
     dashed = {"color": GREY, "linewidth": 0.8, "linestyle": DASHED}

@@ -20,7 +20,7 @@ from alar.figures.style import (
     MODE_NAMES,
     PAGE,
     VERMILLION,
-    Source,
+    TableOrFile,
     estimate_bars,
     footnote,
     new_figure,
@@ -40,7 +40,7 @@ _BESIDE = 0.16  # hard and easy turns of the same number stand side by side
 
 @styled
 def latent_share(
-    shares: Source, *, systems: tuple[str, ...] = ("warmup", "alar"), scale: str = MEASURED
+    shares: TableOrFile, *, systems: tuple[str, ...] = ("warmup", "alar"), scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
     """Latent share by question type and turn, one panel per system, hard turns marked.
 
@@ -81,7 +81,9 @@ def latent_share(
 
 
 @styled
-def trajectory_figure(example: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+def trajectory_figure(
+    example: TableOrFile, *, scale: str = MEASURED
+) -> tuple[Figure, pd.DataFrame]:
     """Tokens per turn on one question, a bar per turn and system, beside what the turn says."""
     example = tables.read(example, tables.EXAMPLE_TURNS)
     questions = list(dict.fromkeys(example["question"]))
@@ -129,7 +131,7 @@ def trajectory_figure(example: Source, *, scale: str = MEASURED) -> tuple[Figure
 def _heights(systems: pd.Series) -> list[float]:
     """Vertical places of the turns, with a space where the next system begins."""
     heights = [0.0]
-    for before, after in zip(systems[:-1], systems[1:]):
+    for before, after in zip(systems[:-1], systems[1:]):  # neighbours
         heights.append(heights[-1] + (1.0 if before == after else 1.7))
     return heights
 
@@ -150,6 +152,7 @@ def _share_panel(axes, rows: pd.DataFrame, places: dict[tuple[str, int], float])
     x = np.array([places[key] for key in rows[keys].itertuples(index=False, name=None)])
     aside = np.where(rows["hard"], _BESIDE, -_BESIDE)
     rows = rows.assign(x=x + np.where(rows.duplicated(keys, keep=False), aside, 0.0))
+    # A line joins the turns of one type; types have nothing between them.
     for _, line in rows.groupby("question_type"):
         line = line.sort_values("x")
         axes.plot(line["x"], line["latent_share"], color=GREY, linewidth=0.8, zorder=1)

@@ -7,6 +7,8 @@ returns the figure with the table of what it shows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
@@ -27,7 +29,7 @@ from alar.figures.style import (
     PAGE,
     PURPLE,
     SYSTEM_MARKERS,
-    Source,
+    TableOrFile,
     estimate_bars,
     footnote,
     horizontal_rows,
@@ -67,7 +69,7 @@ _METHOD_MARKERS = SYSTEM_MARKERS | {"ThinkPrune": "D", "ShorterBetter": "X", "O1
 
 @styled
 def accuracy_against_tokens(
-    summary: Source, *, scale: str = MEASURED
+    summary: TableOrFile, *, scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
     """Accuracy change against token reduction, each from its own base.
 
@@ -78,6 +80,7 @@ def accuracy_against_tokens(
     points = pd.concat([_published_points(), _measured_points(measured)], ignore_index=True)
     bands = _bands(points["accuracy_difference_low"], points["accuracy_difference_high"])
     spans = [high - low for low, high in bands]
+    # In proportion to their ranges, but a lower part is neither a sliver nor the larger one.
     heights = [spans[0]] + [min(max(span, 0.3 * spans[0]), 0.6 * spans[0]) for span in spans[1:]]
     figure = new_figure(PAGE, 3.5)
     grid = figure.subplots(len(bands), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -89,6 +92,7 @@ def accuracy_against_tokens(
             _draw_point(axes, point)
         axes.set_ylim(low, high)
         percent_axis(axes.yaxis, ticks=6 if axes is grid[0] else 3)
+    # Every base is at (0, 0), by definition.
     grid[0].plot(0, 0, "*", color=BLACK, markersize=8, zorder=2)
     percent_axis(grid[-1].xaxis, ticks=10)
     _mark_breaks(grid)
@@ -101,18 +105,16 @@ def accuracy_against_tokens(
 
 
 @styled
-def stages(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+def stages(summary: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
     """Accuracy, tokens and latent share of every system, over all questions."""
     rows = _rows(summary, "all")
-    figure = new_figure(PAGE, 0.9 + 0.21 * len(rows))
-    grid = figure.subplots(1, 3, sharey=True)
-    _dot_panels(grid, rows, ("em", "tokens", "latent_share"))
+    figure, _ = _dot_panels(rows, ("em", "tokens", "latent_share"))
     footnote(figure, scale, number_of_questions(rows), _BARS)
     return figure, rows
 
 
 @styled
-def question_types(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+def question_types(summary: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
     """Accuracy and tokens of every system, one column per question type."""
     summary = tables.read(summary, tables.SUMMARY)
     types = tables.in_order(set(summary["question_type"]) - {"all"}, tables.QUESTION_TYPES)
@@ -138,29 +140,25 @@ def question_types(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, p
 
 
 @styled
-def controls_figure(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+def controls_figure(summary: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
     """Accuracy under each tampering with z at inference, and its difference from intact latents."""
     rows = _rows(summary, "all", tables.CONTROLS)
     _demand_system(rows, "intact")
-    figure = new_figure(PAGE, 0.9 + 0.21 * len(rows))
-    grid = figure.subplots(1, 2, sharey=True)
-    _dot_panels(grid, rows, ("em", "em_difference"), "intact")
+    figure, grid = _dot_panels(rows, ("em", "em_difference"), "intact")
     grid[1].axvline(0, color=GREY, linewidth=0.8, linestyle=DASHED, zorder=0)
     footnote(figure, scale, f"stage-1 model, {number_of_questions(rows)}", _BARS)
     return figure, rows
 
 
 @styled
-def oracle_figure(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+def oracle_figure(summary: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
     """Accuracy and tokens beside the oracle router's, and the band that counts as close to it.
 
     The band reaches 4 points below the oracle's accuracy and to 1.25 times its tokens.
     """
     rows = _rows(summary, "all")
     yardstick = _demand_system(rows, "oracle")
-    figure = new_figure(PAGE, 0.9 + 0.21 * max(3, len(rows)))
-    grid = figure.subplots(1, 2, sharey=True)
-    _dot_panels(grid, rows, ("em", "tokens"))
+    figure, grid = _dot_panels(rows, ("em", "tokens"), least_rows=3)
     tint = {"color": LIGHT, "alpha": 0.7, "linewidth": 0, "zorder": 0}
     grid[0].axvspan(yardstick["em"] - _EM_MARGIN, yardstick["em"], **tint)
     grid[1].axvspan(yardstick["tokens"], _TOKEN_MARGIN * yardstick["tokens"], **tint)
@@ -171,7 +169,7 @@ def oracle_figure(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd
 
 
 def _rows(
-    summary: Source, question_type: str, order: tuple[str, ...] = tables.SYSTEMS
+    summary: TableOrFile, question_type: str, order: tuple[str, ...] = tables.SYSTEMS
 ) -> pd.DataFrame:
     summary = tables.read(summary, tables.SUMMARY)
     rows = summary[summary["question_type"] == question_type]
@@ -195,14 +193,17 @@ def _demand_system(rows: pd.DataFrame, system: str) -> pd.Series:
 
 
 def _dot_panels(
-    grid, rows: pd.DataFrame, metrics: tuple[str, ...], reference: str = "base"
-) -> None:
-    systems = list(rows["system"])
+    rows: pd.DataFrame, metrics: Sequence[str], reference: str = "base", least_rows: int = 1
+):
+    """A figure with one panel per metric and one line per system; returns it and its axes."""
+    figure = new_figure(PAGE, 0.9 + 0.21 * max(least_rows, len(rows)))
+    grid = figure.subplots(1, len(metrics), sharey=True)
     for index, (axes, metric) in enumerate(zip(grid, metrics, strict=True)):
-        _dots(axes, rows, metric, systems)
+        _dots(axes, rows, metric, list(rows["system"]))
         title = _METRIC_TITLES[metric].format(reference=system_name(reference))
         axes.set_title(f"{panel_letter(index)}   {title}")
         axes.set_xlim(*_limits(rows, metric))
+    return figure, grid
 
 
 def _dots(axes, rows: pd.DataFrame, metric: str, systems: list[str]) -> None:
@@ -223,7 +224,7 @@ def _dots(axes, rows: pd.DataFrame, metric: str, systems: list[str]) -> None:
 def _limits(rows: pd.DataFrame, metric: str) -> tuple[float, float]:
     ends = rows[list(Estimate.names(metric))].to_numpy()
     low, high = np.nanmin(ends), np.nanmax(ends)
-    if metric == "tokens":
+    if metric == "tokens":  # a quantity with a true zero, so lengths can be compared
         return 0, 1.08 * high
     if metric == "latent_share":
         return -0.04, 1.04
@@ -231,7 +232,7 @@ def _limits(rows: pd.DataFrame, metric: str) -> tuple[float, float]:
     if metric == "em":
         left = -0.03 if low < 0.3 else low - pad
         return left, min(1.03, high + pad)
-    return min(low, 0) - pad, max(high, 0) + pad
+    return min(low, 0) - pad, max(high, 0) + pad  # differences show where none is
 
 
 def _published_points() -> pd.DataFrame:
@@ -286,17 +287,18 @@ def _draw_point(axes, point: dict) -> None:
 def _bands(low: pd.Series, high: pd.Series) -> list[tuple[float, float]]:
     """Ranges of the vertical axis, top first: one, or two around the widest gap if it is wide."""
     spans = sorted(zip(low, high, strict=True), key=lambda span: span[1], reverse=True)
-    gaps = []
-    floor = 0.0
+    gaps = []  # (width, upper end, lower end) of what lies between neighbours
+    floor = 0.0  # the line of the base belongs to the upper part
     for bottom, top in spans:
         gaps.append((floor - top, floor, top))
         floor = min(floor, bottom)
     gap, above, below = max(gaps)
     ceiling, bottom = max(0.0, *high), min(0.0, *low)
-    if gap < 0.05:
+    if gap < 0.05:  # not worth a break
         pad = 0.06 * (ceiling - bottom) + 0.004
         return [(bottom - pad, ceiling + pad)]
     pad, lower_pad = 0.1 * (ceiling - above) + 0.004, 0.1 * (below - bottom) + 0.014
+    # Where the two ranges would overlap they meet halfway.
     edge = min(below + lower_pad, (above + below) / 2)
     return [(max(above - pad, edge), ceiling + pad), (bottom - lower_pad, edge)]
 
@@ -305,6 +307,7 @@ def _mark_breaks(grid) -> None:
     for upper, lower in zip(grid[:-1], grid[1:], strict=True):
         upper.spines["bottom"].set_visible(False)
         upper.tick_params(axis="x", length=0)
+        # The short oblique strokes at both ends of a broken axis, in axes coordinates.
         slashes = {
             "marker": [(-1, -0.6), (1, 0.6)],
             "markersize": 6,

@@ -1,5 +1,4 @@
-"""Speed: the benchmark notebook's time ratios, each with its range and what is claimed of it, and
-the serving notebook's tokens per second."""
+"""Speed: time ratios of the benchmark notebook, tokens per second of the serving notebook."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from alar.figures.style import (
     MEASURED,
     PAGE,
     VERMILLION,
-    Source,
+    TableOrFile,
     estimate_bars,
     footnote,
     new_figure,
@@ -36,7 +35,7 @@ _TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 @styled
 def speed(
-    ratios: Source, *, clock: str = "wall", scale: str = MEASURED
+    ratios: TableOrFile, *, clock: str = "wall", scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
     """One row per comparison: time of the first over time of the second.
 
@@ -61,6 +60,7 @@ def speed(
     axes.set_yticks(place, names)
     axes.set_ylim(-0.6, len(rows) - 0.4)
     drawn = rows[["ratio_low", "ratio_high", "at_most", "at_least"]].to_numpy(dtype=float)
+    # 1, as fast as the other, is always in view.
     low, high = min(np.nanmin(drawn), 1) / 1.15, max(np.nanmax(drawn), 1) * 1.15
     axes.set_xlim(low, high)
     _only_ticks(axes.xaxis, FixedLocator([tick for tick in _TICKS if low <= tick <= high]))
@@ -76,7 +76,7 @@ def speed(
 
 
 @styled
-def throughput(table: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+def throughput(table: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
     """Generated tokens per second against how many turns are written at once, a line per route."""
     table = tables.read(table, tables.THROUGHPUT)
     table = table.sort_values(["route", "concurrent"], ignore_index=True)

@@ -27,7 +27,7 @@ COLUMN, PAGE = 3.4, 7.0  # inches
 DASHED = (0, (4, 2))  # the line of what others are compared with
 
 MEASURED = "measured"  # what the small print says unless told otherwise
-Source = pd.DataFrame | str | Path  # a table, or the file that holds it
+TableOrFile = pd.DataFrame | str | Path  # a table, or the file that holds it
 
 BLACK, GREY, LIGHT = "#222222", "#666666", "#DDDDDD"
 BLUE, SKY, GREEN = "#0072B2", "#56B4E9", "#009E73"
@@ -122,8 +122,7 @@ STYLE = {
 
 
 class StyledFigure(Figure):
-    """A figure that keeps the style when it is rendered later, and shows itself in a notebook
-    without pyplot."""
+    """Keeps the style when it is rendered later, and shows itself in a notebook without pyplot."""
 
     def draw(self, renderer):
         with rc_context(STYLE):
@@ -200,14 +199,14 @@ def interval_bars(axes, x, y, low, high, *, along: str = "y", **style) -> None:
     """A point with its interval along one axis. Missing interval ends leave the bare point."""
     x, y, low, high = (np.asarray(value, dtype=float) for value in (x, y, low, high))
     centre = y if along == "y" else x
+    # Distances to both ends, (2, points); rounding may leave a tiny negative one.
     reach = np.abs(np.nan_to_num(np.stack([centre - low, high - centre])))
     style = {"linestyle": "none", "elinewidth": 1.0, "capsize": 1.8, "capthick": 0.8} | style
     axes.errorbar(x, y, **{f"{along}err": reach}, **style)
 
 
 def estimate_bars(axes, rows: pd.DataFrame, name: str, at, *, along: str = "y", **style) -> None:
-    """The estimates `name` of a table with their intervals along one axis, at the places `at` of
-    the other."""
+    """Estimates `name` of a table with intervals along one axis, at places `at` of the other."""
     value, low, high = Estimate.read(rows, name)
     x, y = (at, value) if along == "y" else (value, at)
     interval_bars(axes, x, y, low, high, along=along, **style)
@@ -252,6 +251,7 @@ def _rendered(figure: Figure, kind: str, **options) -> bytes:
         "png": {"Software": None},
         "pdf": {"CreationDate": None},
     }
+    # The style applies once more, since a figure may be saved long after it was drawn.
     buffer = io.BytesIO()
     with rc_context(STYLE):
         figure.savefig(buffer, format=kind, metadata=metadata.get(kind), **options)

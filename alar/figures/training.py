@@ -24,7 +24,7 @@ from alar.figures.style import (
     PURPLE,
     SKY,
     VERMILLION,
-    Source,
+    TableOrFile,
     footnote,
     new_figure,
     panel_letter,
@@ -63,7 +63,11 @@ _CASE_DASHES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)
 
 @styled
 def dynamics(
-    metrics: Source, *, validation_questions: int = 0, total_steps: int = 0, scale: str = MEASURED
+    metrics: TableOrFile,
+    *,
+    validation_questions: int = 0,
+    total_steps: int = 0,
+    scale: str = MEASURED,
 ) -> tuple[Figure, pd.DataFrame]:
     """Reward, accuracy, latent share, tokens and mode entropies over the steps of AR-GRPO.
 
@@ -79,7 +83,7 @@ def dynamics(
     for index, (axes, title) in enumerate(zip(grid, _PANELS, strict=True)):
         for column, label, colour in _PANELS[title]:
             if column not in metrics or metrics[column].isna().all():
-                continue
+                continue  # never measured, such as validation that is switched off
             if column.startswith("validation_"):
                 points = _draw_validation(
                     axes, metrics, column, label, colour, validation_questions
@@ -94,6 +98,7 @@ def dynamics(
             box = {"frameon": True, "framealpha": 0.8, "edgecolor": "none"}
             axes.legend(loc="best", handlelength=1.2, labelspacing=0.25, **box)
     _within_shares(grid[1])
+    # The latent share and the entropies in bits have 0 and 1 as their natural ends.
     for axes in (grid[2], *grid[-2:]):
         axes.set_ylim(-0.03, 1.03)
     for axes in grid[3:]:
@@ -108,7 +113,9 @@ def dynamics(
 
 
 @styled
-def losses(curves: Mapping[str, Source], *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+def losses(
+    curves: Mapping[str, TableOrFile], *, scale: str = MEASURED
+) -> tuple[Figure, pd.DataFrame]:
     """Cross-entropy over the optimiser steps of supervised stages.
 
     `curves` is name → table, such as {"AASD": path, "mode warm-up": path}.
@@ -133,7 +140,7 @@ def losses(curves: Mapping[str, Source], *, scale: str = MEASURED) -> tuple[Figu
 
 @styled
 def lengths(
-    curves: Mapping[str, Source], *, validation_questions: int = 0, scale: str = MEASURED
+    curves: Mapping[str, TableOrFile], *, validation_questions: int = 0, scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
     """Generated tokens and accuracy over the steps of RL under several length rewards.
 
@@ -172,7 +179,7 @@ def lengths(
 
 @styled
 def reward_shapes(
-    rewards: Source, *, scale: str = "computed from the formulas"
+    rewards: TableOrFile, *, scale: str = "computed from the formulas"
 ) -> tuple[Figure, pd.DataFrame]:
     """Reward against the latent share of a trajectory.
 
@@ -262,6 +269,7 @@ class LiveDynamics:
             self._handle = display(figure, display_id=True)
         else:
             self._handle.update(figure)
+        # The next one is due after 20 times as long as this one took.
         spent = time.monotonic() - started
         self._due = time.monotonic() + max(self._every, 20 * spent)
 
@@ -269,7 +277,7 @@ class LiveDynamics:
 def _in_notebook() -> bool:
     try:
         from IPython import get_ipython
-    except ImportError:  # the figures need no IPython when they are only saved
+    except ImportError:  # nobody needs IPython to save a figure
         return False
     return get_ipython() is not None
 

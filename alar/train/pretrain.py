@@ -1,12 +1,11 @@
-"""Pretraining of an embedded base model: a tokenizer and a small Qwen2 (search) or Qwen3 (tool)
-from explicit trajectories.
+"""Pretraining of an embedded base: a tokenizer and a small Qwen2 (search) or Qwen3 (tool).
 
 In search the trajectories ask about counterfactual worlds, with passages from the real retriever;
 in the tool domain they call functions that are really run. All reason in text, and the loss covers
 what the policy writes. `params/laptop-from-scratch.yaml` repeats it.
 
 The schedule is a warm-up, a constant rate, and a linear decay over the last third. A batch is made
-of `PARTS` groups of trajectories, each of similar lengths. A single group would hold one type of
+of `PARTS` parts, each with trajectories of similar lengths. A single part would hold one type of
 question, and every step would pull what the types differ in, such as whether any function fits,
 towards the type of the moment.
 """
@@ -134,8 +133,11 @@ def solved_texts(
 
 
 def train_tokenizer(config: Pretrain, source: Source) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with Qwen's pre-tokenizer. Open tags are left out of the training text, so
-    that `<latent>` keeps three pieces, as in Qwen's own vocabulary."""
+    """Byte-level BPE with Qwen's pre-tokenizer.
+
+    Open tags are left out of the training text, so that `<latent>` keeps three pieces, as in
+    Qwen's own vocabulary.
+    """
     texts = [*source.texts(), *[protocol.LATENT_CLOSE + "\n\n"] * 2000]
     for tag in ("think", "latent", "search", "answer", "information"):
         texts = [text.replace(f"<{tag}>", "\n") for text in texts]
@@ -210,21 +212,21 @@ def encode_trajectory(
 def batches(
     codec: Codec, config: Pretrain, source: Source, first: tuple[int, int] = (0, 0)
 ) -> Iterator[tuple[tuple[int, int], torch.Tensor, torch.Tensor]]:
-    """Endless ((world, part), ids, labels) of parts of batches, one world after another, from
-    `first` on; ids and labels are right-padded (B / PARTS, T).
+    """Endless parts of batches, one world after another, from `first` on.
 
-    Each part holds trajectories of similar lengths. A part depends on the source and its own two
-    numbers alone, so a training can go on at any of them.
+    Each is ((world, part), ids, labels); ids and labels are right-padded (B / PARTS, T). Each part
+    holds trajectories of similar lengths. A part depends on the source and its own two numbers
+    alone, so a training can go on at any of them.
     """
     number, skipped = first
     size = config.batch_size // PARTS
     while True:
         rows = list(source.encoded(codec, number, config.questions_per_world))
         rows.sort(key=lambda row: len(row[0]))
-        groups = [rows[i : i + size] for i in range(0, len(rows), size)]
-        random.Random(f"pretraining {source.seed} {number}").shuffle(groups)
-        for place, group in enumerate(groups[skipped:], start=skipped):
-            examples = [Example(ids, labels, 0) for ids, labels in group]
+        parts = [rows[i : i + size] for i in range(0, len(rows), size)]
+        random.Random(f"pretraining {source.seed} {number}").shuffle(parts)
+        for place, part in enumerate(parts[skipped:], start=skipped):
+            examples = [Example(ids, labels, 0) for ids, labels in part]
             padded = collate(examples, codec.tokenizer.pad_token_id)
             yield (number, place), padded["input_ids"], padded["labels"]
         number, skipped = number + 1, 0
@@ -233,8 +235,10 @@ def batches(
 def summed_cross_entropy(
     model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Over the labelled tokens of (B, T) ids, in nats, with gradient. Right padding needs no mask
-    under causal attention."""
+    """Over the labelled tokens of (B, T) ids, in nats, with gradient.
+
+    Right padding needs no mask under causal attention.
+    """
     hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]  # (B, T-1, H)
     targets = labels[:, 1:]  # (B, T-1)
     scored = targets != NO_LOSS
@@ -247,6 +251,22 @@ def pretraining_rate(step: int, config: Pretrain) -> float:
     """Of step 1, 2, …"""
     remaining = (config.steps - step + 1) / (DECAY_FRACTION * config.steps)
     return config.learning_rate * min(1.0, step / WARMUP_STEPS, remaining)
+
+
+def _update(model, optimizer: torch.optim.Optimizer, parts: Sequence[tuple]) -> float:
+    """One optimiser step on the parts of a batch; returns their loss, in nats per token."""
+    scored = sum(int((labels[:, 1:] != NO_LOSS).sum()) for _, _, labels in parts)
+    total = 0.0
+    for _, ids, labels in parts:
+        # The parts' gradients add up to that of one mean over the tokens of all of them.
+        summed = summed_cross_entropy(model, ids.to(model.device), labels.to(model.device))
+        loss = summed / scored
+        loss.backward()
+        total += loss.item()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
 
 
 def pretrain(
@@ -272,8 +292,7 @@ def pretrain(
     else:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     codec = Codec(tokenizer, form=source.form)
-    device = usual_device()
-    model = build_model(config, tokenizer, source).to(device)
+    model = build_model(config, tokenizer, source).to(usual_device())
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY
     )
@@ -283,31 +302,20 @@ def pretrain(
     if state is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        done, tokens, seconds, rows = (
-            state[name] for name in ("step", "tokens", "seconds", "rows")
-        )
+        done, tokens, seconds = state["step"], state["tokens"], state["seconds"]
+        rows = state["rows"]
         place = tuple(state["place"])
-    losses: list[float] = []
+    losses: list[float] = []  # since the last row of the log
     started = time.perf_counter() - seconds
     stream = batches(codec, config, source, (place[0], place[1] + 1))
     for step in range(done + 1, config.steps + 1):
         parts = [next(stream) for _ in range(PARTS)]
         place = parts[-1][0]
-        scored = sum(int((labels[:, 1:] != NO_LOSS).sum()) for _, _, labels in parts)
-        total = 0.0
-        for _, ids, labels in parts:
-            # One mean over the tokens of all parts, whose gradients add up.
-            loss = summed_cross_entropy(model, ids.to(device), labels.to(device)) / scored
-            loss.backward()
-            total += loss.item()
-            tokens += ids.numel()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        tokens += sum(ids.numel() for _, ids, _ in parts)
         rate = pretraining_rate(step, config)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
+        losses.append(_update(model, optimizer, parts))
         if step % LOG_EVERY == 0 or step == config.steps:
             seconds = round(time.perf_counter() - started, 1)
             mean = round(sum(losses) / len(losses), 5)

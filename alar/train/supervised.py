@@ -1,5 +1,4 @@
-"""Supervised stages (AASD and mode warm-up) on transformers' Trainer, with LoRA from peft or all
-weights.
+"""Supervised training (AASD, mode warm-up) on transformers' Trainer: all weights, or LoRA.
 
 The projector is always trained in full, in float32. What comes back is an ordinary latent model:
 LoRA is merged. Under torchrun the weights are sharded over the processes
