@@ -1,7 +1,7 @@
 """Starting, following, resuming and ending a verl job.
 
-    from alar.engines.verl.launch import train
-    folder = train(Job(...), log=print)               # a subprocess; rows of metrics.jsonl as they come
+    from alar.engines.verl.launch import run_job
+    folder = run_job(Job(...), log=print)               # a subprocess; rows of metrics.jsonl as they come
     python -m alar.engines.verl.launch FOLDER/job.json     # the same job by hand, or on a cluster's head node
 
 A job that was stopped goes on from `FOLDER/state` when it is started again with the same settings;
@@ -54,7 +54,7 @@ class JobFailed(RuntimeError):
     """The job ended with an error; the message holds the end of its log and how to go on."""
 
 
-def train(job: Job, log: Callable[[dict], None] = print, *, poll: float = 0.5) -> Path:
+def run_job(job: Job, log: Callable[[dict], None] = print, *, poll: float = 0.5) -> Path:
     """Run a job to its end and return its checkpoint folder; `log` gets every row of metrics, a
     resumed job's first ones too.
 
