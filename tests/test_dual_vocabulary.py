@@ -30,11 +30,11 @@ from alar.methods.dual.build import build, clone_source, most_used, verify
 from alar.methods.dual.constraint import PhaseConstraint, control_ids
 from alar.methods.dual.examples import dual_examples, rewrite, thoughts
 from alar.methods.dual.identity import label_losses
+from alar.methods.dual.rl import DualARGRPO, DualRLConfig
 from alar.methods.dual.vocabulary import META, DualVocab, NoMirror
 from alar.model import load
 from alar.records import Origin, Question
-from alar.rl.config import RLConfig
-from alar.rl.trainer import ARGRPO, make_batch, token_logprobs
+from alar.rl.strategy import ar_grpo
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Sampling, TurnRequest, TurnWriter
 from alar.rollout.hf import HFEngine
@@ -604,62 +604,8 @@ def test_rows_need_a_dual_vocabulary(base):
         trainable_model(read_base(base()), "rows", lora_rank=4, lora_alpha=8)
 
 
-def test_rl_on_mirrors_alone_leaves_the_visible_tokens_without_loss(dual_of, tmp_path):
-    model, tokenizer = load(dual_of(True, True, 5.0))
-    dual, asked = model.dual_vocab, validation_questions(4)
-    config = RLConfig(
-        steps=1, prompts_per_step=2, group_size=2, explore_fraction=0.0, credit="trajectory", gradient_accumulation=2,
-        trainable="lora+rows", max_turns=2, max_new_tokens=16, validation_every=0, latent_only=True,
-    )  # fmt: skip
-    trainer = ARGRPO(
-        model, tokenizer, SearchEnvironment(topk=1), asked, asked, config, folder=tmp_path
-    )
-    sampling = Sampling(16, 1.0, stop=trainer.environment.stop)
-    trajectories = run(
-        asked,
-        trainer.engine,
-        trainer.environment,
-        sampling,
-        modes="think",
-        max_turns=2,
-        batch_size=4,
-        seed=0,
-    )
-    batch = make_batch(
-        trajectories,
-        [[1.0] * len(t.ids) for t in trajectories],
-        0,
-        trainer.engine.codec,
-        latent_only=True,
-    )
-    trained = set(batch.ids[batch.mask].tolist())
-    assert trained and all(map(dual.is_mirror, trained))
-    sampled = [i for t in trajectories for i, o in zip(t.ids, t.origins) if o == Origin.SAMPLED]
-    assert batch.mask.sum() == sum(map(dual.is_mirror, sampled)) < len(sampled)
-    silent = dataclasses.replace(
-        trajectories[0], origins=[Origin.PROMPT] * len(trajectories[0].ids)
-    )
-    assert (
-        trainer._update([silent], [[1.0] * len(silent.ids)])["loss"] == 0.0
-    )  # nothing to train is no NaN
-    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
-
-
-def test_rl_on_mirrors_needs_a_dual_vocabulary(base, tmp_path):
-    config = RLConfig(prompts_per_step=1, latent_only=True)
-    asked = validation_questions(1)
-    model = read_base(base())
-    with pytest.raises(ValueError, match="this model has none"):
-        ARGRPO(
-            model, load(base())[1], SearchEnvironment(topk=1), asked, asked, config, folder=tmp_path
-        )
-
-
-def test_rl_scores_what_was_sampled_under_the_constraint_and_trains_the_rows(dual_of, tmp_path):
-    model, tokenizer = load(dual_of(True, True, 5.0))
-    before = model.get_input_embeddings().weight.detach().clone()
-    dual, asked = model.dual_vocab, validation_questions(4)
-    config = RLConfig(
+def rl_trainer(folder, out, **changes) -> DualARGRPO:
+    parameters = dict(
         steps=1,
         prompts_per_step=2,
         group_size=2,
@@ -668,26 +614,76 @@ def test_rl_scores_what_was_sampled_under_the_constraint_and_trains_the_rows(dua
         credit="trajectory",
         gradient_accumulation=2,
         trainable="rows",
+        length_tolerance=100.0,
+        validation_every=0,
+    )
+    config = DualRLConfig(**parameters | changes)
+    asked = validation_questions(4)
+    return DualARGRPO(
+        *load(folder),
+        SearchEnvironment(topk=1),
+        asked,
+        asked,
+        config,
+        ar_grpo(config),
+        folder=out,
         max_turns=2,
         max_new_tokens=16,
-        validation_every=0,
-        temperature=0.8,
     )
-    trainer = ARGRPO(
-        model, tokenizer, SearchEnvironment(topk=1), asked, asked, config, folder=tmp_path
+
+
+def test_rl_on_mirrors_alone_leaves_the_visible_tokens_without_loss(dual_of, tmp_path):
+    trainer = rl_trainer(
+        dual_of(True, True, 5.0), tmp_path, trainable="lora+rows", latent_only=True
     )
-    trajectories, _ = trainer.rollouts(1)
-    batch = make_batch(
-        trajectories, [[0.0] * len(t.ids) for t in trajectories], 0, trainer.engine.codec
+    dual, sampling = trainer.dual, Sampling(16, 1.0, stop=trainer.environment.stop)
+    trajectories = run(
+        trainer.questions,
+        trainer.engine,
+        trainer.environment,
+        sampling,
+        modes="think",
+        max_turns=2,
+        batch_size=4,
+        seed=0,
     )
-    with torch.no_grad():
-        scored = token_logprobs(
-            trainer.model,
-            batch,
-            temperature=0.8,
-            latents="recomputed",
-            constraint=trainer.engine.constraint,
+    batch = trainer.batch(trajectories, [[1.0] * len(t.ids) for t in trajectories])
+    trained = set(batch.ids[batch.mask].tolist())
+    assert trained and all(map(dual.is_mirror, trained))
+    sampled = [i for t in trajectories for i, o in zip(t.ids, t.origins) if o == Origin.SAMPLED]
+    assert batch.mask.sum() == sum(map(dual.is_mirror, sampled)) < len(sampled)
+    silent = dataclasses.replace(
+        trajectories[0], origins=[Origin.PROMPT] * len(trajectories[0].ids)
+    )
+    # Nothing to train is no NaN.
+    assert trainer._update([silent], [[1.0] * len(silent.ids)])["loss"] == 0.0
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+def test_rl_on_mirrors_needs_a_dual_vocabulary(base, tmp_path):
+    config = DualRLConfig(prompts_per_step=1)
+    asked = validation_questions(1)
+    with pytest.raises(ValueError, match="no dual vocabulary"):
+        DualARGRPO(
+            read_base(base()),
+            None,
+            SearchEnvironment(topk=1),
+            asked,
+            asked,
+            config,
+            ar_grpo(config),
+            folder=tmp_path,
         )
+
+
+def test_rl_scores_what_was_sampled_under_the_constraint_and_trains_the_rows(dual_of, tmp_path):
+    trainer = rl_trainer(dual_of(True, True, 5.0), tmp_path, temperature=0.8)
+    before = trainer.reference.get_input_embeddings().weight.detach().clone()
+    dual = trainer.dual
+    trajectories, _ = trainer.rollouts(1)
+    batch = trainer.batch(trajectories, [[0.0] * len(t.ids) for t in trajectories])
+    with torch.no_grad():
+        scored = trainer.logprobs(trainer.model, batch)
     behaviour = batch.behaviour[:, 1:][batch.mask[:, 1:]]
     assert (scored - behaviour).abs().max() <= 1e-4
     trainer._update(

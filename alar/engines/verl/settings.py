@@ -152,9 +152,8 @@ def environment_variables(job: Job) -> dict[str, str]:
             "VERL_PLATFORM": "cpu",
             "VERL_USE_EXTERNAL_MODULES": f"{ROOM}.cpu",
             "OMP_NUM_THREADS": str(job.threads),
-            "RAY_worker_register_timeout_seconds": (
-                "600"
-            ),  # Ray and verl take long to import on a busy machine
+            # Ray and verl take long to import on a busy machine.
+            "RAY_worker_register_timeout_seconds": "600",
             "RAY_raylet_start_wait_time_s": "600",
         }
     return variables
@@ -176,18 +175,15 @@ def hydra_values(job: Job) -> dict[str, Any]:
     micro = max(1, -(-rollouts // world // rl.gradient_accumulation))
     on_gpu = job.gpus > 0
     compute = "bf16" if on_gpu else "fp32"
-    actor, rollout, model = (
-        "actor_rollout_ref.actor",
-        "actor_rollout_ref.rollout",
-        "actor_rollout_ref.model",
-    )
+    root = "actor_rollout_ref"
+    actor, rollout, model, ref = f"{root}.actor", f"{root}.rollout", f"{root}.model", f"{root}.ref"
+    precision = {"param_dtype": compute, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     longest = job.max_turns * job.max_new_tokens
     values = {
         "algorithm.adv_estimator": "grpo",
         "algorithm.use_kl_in_reward": False,
-        "algorithm.rollout_correction.bypass_mode": (
-            True
-        ),  # the ratio is to the true behaviour log-probs
+        # The ratio is to the true behaviour log-probs.
+        "algorithm.rollout_correction.bypass_mode": True,
         "data.train_files": job.prompts,
         "data.val_files": job.validation,
         "data.train_batch_size": sampler.prompts_per_step,
@@ -231,20 +227,12 @@ def hydra_values(job: Job) -> dict[str, Any]:
         f"{actor}.optim.clip_grad": 1.0,
         f"{actor}.fsdp_config.model_dtype": "fp32",
         f"{actor}.fsdp_config.use_torch_compile": False,
-        f"{actor}.fsdp_config.mixed_precision": {
-            "param_dtype": compute,
-            "reduce_dtype": "fp32",
-            "buffer_dtype": "fp32",
-        },
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": micro,
-        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": False,
-        "actor_rollout_ref.ref.fsdp_config.model_dtype": "fp32",
-        "actor_rollout_ref.ref.fsdp_config.mixed_precision": {
-            "param_dtype": compute,
-            "reduce_dtype": "fp32",
-            "buffer_dtype": "fp32",
-        },
-        "actor_rollout_ref.ref.use_torch_compile": False,
+        f"{actor}.fsdp_config.mixed_precision": dict(precision),
+        f"{ref}.log_prob_micro_batch_size_per_gpu": micro,
+        f"{ref}.log_prob_use_dynamic_bsz": False,
+        f"{ref}.fsdp_config.model_dtype": "fp32",
+        f"{ref}.fsdp_config.mixed_precision": dict(precision),
+        f"{ref}.use_torch_compile": False,
         f"{rollout}.name": job.rollout,
         f"{rollout}.n": sampler.group_size,
         f"{rollout}.val_kwargs.n": 1,
@@ -286,9 +274,8 @@ def hydra_values(job: Job) -> dict[str, Any]:
     }
     if not on_gpu:
         values |= {
-            "ray_kwargs.ray_init.num_cpus": (
-                8 + 4 * world
-            ),  # logical ones: verl's controllers each hold one
+            # Logical ones: verl's controllers each hold one.
+            "ray_kwargs.ray_init.num_cpus": 8 + 4 * world,
             "ray_kwargs.ray_init.num_gpus": world,  # logical as well
             "ray_kwargs.ray_init.include_dashboard": False,
             "ray_kwargs.ray_init.object_store_memory": GIGABYTE // 4,
