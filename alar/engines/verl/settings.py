@@ -1,9 +1,9 @@
 """One `Job` for verl, and verl's configuration made from it.
 
-`hydra_values` is a plain mapping from verl's dotted keys to values, so that a test, or a reader,
-can see everything that we set; `compose` lays it over verl's own defaults. `Job.overrides` comes
-last and may change what the algorithm leaves open (memory, parallelism, logging); `refuse_wrong`
-refuses what it may not.
+`hydra_values` is a plain mapping from verl's dotted keys to values, so that a test or a reader can
+see everything that we set. `compose` lays it over verl's own defaults. `Job.overrides` comes last
+and may change memory, parallelism and logging; `refuse_wrong` refuses what would change the
+algorithm.
 """
 
 from __future__ import annotations
@@ -300,40 +300,29 @@ def compose(job: Job):
 
 def refuse_wrong(config) -> None:
     """Raise ValueError for what would be computed wrongly, each with its remedy."""
-    actor, problems = config.actor_rollout_ref.actor, []
-    if (
-        actor.get("ulysses_sequence_parallel_size", 1) > 1
-        or actor.fsdp_config.get("ulysses_sequence_parallel_size", 1) > 1
-    ):
-        problems.append(
-            "sequence parallelism cuts latent blocks: set ulysses_sequence_parallel_size to 1, use"
-            " more processes"
-        )
-    if actor.strategy != "fsdp2":
-        problems.append(
-            f"actor.strategy {actor.strategy}: the latent engine is FSDP2's; set it to fsdp2"
-        )
-    if config.actor_rollout_ref.model.get("use_fused_kernels", False):
-        problems.append(
-            "model.use_fused_kernels computes log-probs over the latent id as well; set it to False"
-        )
-    if not config.actor_rollout_ref.model.use_remove_padding:
-        problems.append(
-            "model.use_remove_padding must be True: the engine packs sequences and numbers them"
-        )
-    if config.trainer.v1.trainer_mode != "sync":
-        problems.append(
-            f"trainer_mode {config.trainer.v1.trainer_mode}: groups are rewarded step by step; set"
-            " it to sync"
-        )
-    if config.algorithm.use_kl_in_reward:
-        problems.append(
-            "algorithm.use_kl_in_reward would change the shaped reward; use actor.use_kl_loss"
-        )
-    if actor.ppo_mini_batch_size != config.data.train_batch_size or actor.get("ppo_epochs", 1) != 1:
-        problems.append(
-            "one update per step: set actor.ppo_mini_batch_size to data.train_batch_size and"
-            " ppo_epochs to 1"
-        )
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    cut = [part.get("ulysses_sequence_parallel_size", 1) for part in (actor, actor.fsdp_config)]
+    mode, batch = config.trainer.v1.trainer_mode, config.data.train_batch_size
+    one_update = actor.ppo_mini_batch_size == batch and actor.get("ppo_epochs", 1) == 1
+    wrong = {
+        "sequence parallelism cuts latent blocks: set ulysses_sequence_parallel_size to 1, use more"
+        " processes": max(cut) > 1,
+        f"actor.strategy {actor.strategy}: the latent engine is FSDP2's; set it to fsdp2": (
+            actor.strategy != "fsdp2"
+        ),
+        "model.use_fused_kernels computes log-probs over the latent id as well; set it to False": (
+            model.get("use_fused_kernels", False)
+        ),
+        "model.use_remove_padding must be True: the engine packs sequences and numbers them": (
+            not model.use_remove_padding
+        ),
+        f"trainer_mode {mode}: groups are rewarded step by step; set it to sync": mode != "sync",
+        "algorithm.use_kl_in_reward would change the shaped reward; use actor.use_kl_loss": (
+            config.algorithm.use_kl_in_reward
+        ),
+        "one update per step: set actor.ppo_mini_batch_size to data.train_batch_size and ppo_epochs"
+        " to 1": not one_update,
+    }
+    problems = [problem for problem, found in wrong.items() if found]
     if problems:
         raise ValueError("this job cannot run under verl:\n- " + "\n- ".join(problems))
