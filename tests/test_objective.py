@@ -473,7 +473,7 @@ def test_information_separates_collapse_coin_flips_and_choice_by_state():
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=30))
 def test_information_equals_the_mutual_information_of_a_table_of_counts(latent):
-    """Against scikit-learn: every state visited 1000 times, `latent` of them with the latent mode."""
+    """Against scikit-learn: every state visited 1000 times, `latent` of them in the latent mode."""
     from sklearn.metrics import mutual_info_score
 
     table = [[count, 1000 - count] for count in latent]

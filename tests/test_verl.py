@@ -24,7 +24,7 @@ from alar.domains.search.questions import training_questions, validation_questio
 from alar.engines import verl as package
 from alar.engines.verl import Job, VerlUnavailable
 from alar.engines.verl.data import read_prompts, write_prompts
-from alar.engines.verl.launch import JobFailed, train, verl_job
+from alar.engines.verl.launch import JobFailed, run_job, verl_job
 from alar.engines.verl.settings import hydra_values, refuse_wrong
 from alar.files import read_jsonl
 from alar.methods.logprob import LogProbReward
@@ -114,7 +114,7 @@ def uninterrupted(base, questions, tmp_path_factory):
         if name not in done:
             rows = []
             job = a_job(base, tmp_path_factory.mktemp(name), questions, name)
-            train(job, log=rows.append)
+            run_job(job, log=rows.append)
             done[name] = job, rows
         return done[name]
 
@@ -144,7 +144,7 @@ def test_a_job_resumed_from_step_1_equals_an_uninterrupted_one(
     (job.state / "latest_checkpointed_iteration.txt").write_text("1")
     shutil.copy(whole.metrics, job.metrics)  # with a row of step 2, which is done again
     rows = []
-    train(job, log=rows.append)
+    run_job(job, log=rows.append)
     for one, other in zip(
         without_time(read_jsonl(job.metrics)), without_time(expected), strict=True
     ):
@@ -269,10 +269,10 @@ def test_a_killed_worker_ends_the_job_clearly_and_it_resumes(
                 os.kill(process.pid, signal.SIGKILL)
 
     with pytest.raises(JobFailed, match="died unexpectedly") as failure:
-        train(job, log=kill_the_actor)
+        run_job(job, log=kill_the_actor)
     assert "goes on from its last checkpoint" in str(failure.value)
     assert (job.state / "latest_checkpointed_iteration.txt").read_text() == "1"
-    train(job, log=lambda row: None)
+    run_job(job, log=lambda row: None)
     ours, theirs = weights(job.checkpoint), weights(whole.checkpoint)
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     assert not [p for p in psutil.Process().children(recursive=True) if "ray" in p.name()]
@@ -361,9 +361,9 @@ def test_a_folder_of_another_job_is_refused(base, questions, tmp_path, monkeypat
     job.save()
     job.state.mkdir()
     with pytest.raises(ValueError, match="another rl"):
-        train(replace(job, rl=changed(**PAIRS["lora-cached"], learning_rate=0.5)))
+        run_job(replace(job, rl=changed(**PAIRS["lora-cached"], learning_rate=0.5)))
     with pytest.raises(ValueError, match="another strategy"):
-        train(replace(job, strategy=ar_grpo(job.rl, seed=1)))
+        run_job(replace(job, strategy=ar_grpo(job.rl, seed=1)))
 
 
 def test_without_verl_the_error_names_the_command_that_installs_it(
@@ -374,4 +374,4 @@ def test_without_verl_the_error_names_the_command_that_installs_it(
 
     monkeypatch.setattr(package.settings.importlib.metadata, "version", missing)
     with pytest.raises(VerlUnavailable, match="run_all.py --install engines"):
-        train(a_job(base, tmp_path, questions, "lora-cached"))
+        run_job(a_job(base, tmp_path, questions, "lora-cached"))

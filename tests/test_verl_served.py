@@ -26,7 +26,7 @@ SAMPLER = ExploringSampler(2, 4, explore_fraction=0.5)
 
 
 class Client:
-    """`LLMServerClient.generate` on an `HFEngine`; z of the context are recomputed, as vLLM does."""
+    """`LLMServerClient.generate` on an `HFEngine`; z of the context are recomputed, as in vLLM."""
 
     def __init__(self, model, tokenizer):
         self.engine, self.model = HFEngine(model, tokenizer), model

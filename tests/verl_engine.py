@@ -1,7 +1,9 @@
 """One update of the single-process trainer and of verl's FSDP engine on the same rollouts, in one
 process without Ray.
 
-python tests/verl_engine.py MODEL_FOLDER OUT_FOLDER        run by tests/test_verl_engine.py, which reads OUT_FOLDER/result.json
+    python tests/verl_engine.py MODEL_FOLDER OUT_FOLDER
+
+tests/test_verl_engine.py runs it and reads OUT_FOLDER/result.json.
 """
 
 import json
@@ -86,7 +88,7 @@ def single_process(model_folder: str, folder: Path, config):
 
 
 def verl_worker(model_folder: str, folder: Path, config):
-    """verl's worker with the actor engine that the settings of a job ask for, but with plain SGD."""
+    """verl's worker with the actor engine that a job's settings ask for, but with plain SGD."""
     from alar.engines.verl.settings import Job, compose
     from alar.engines.verl.worker import LatentActorRolloutRefWorker
     from alar.rl.strategy import ar_grpo

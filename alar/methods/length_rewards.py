@@ -2,21 +2,21 @@
 
 For a rollout of a prompt, with c = 1 if its answer is correct else 0 and length ℓ:
 
-    ShorterBetter (2504.21370)   a·c − b·|ℓ − ℓ*|,  ℓ* = shortest correct ℓ of the group, else its mean
-    ThinkPrune    (2504.01296)   c if ℓ ≤ L else 0,  L shrinks from round to round; the prompt states it
-    O1-Pruner     (2501.12570)   ℓ̄_ref/ℓ − 1 + λ·(c − c̄_ref),  means over K samples of the reference
+    ShorterBetter (2504.21370) a·c − b·|ℓ − ℓ*|,  ℓ* = the group's shortest correct ℓ, else its mean
+    ThinkPrune    (2504.01296) c if ℓ ≤ L else 0,  L shrinks round by round and stands in the prompt
+    O1-Pruner     (2501.12570) ℓ̄_ref/ℓ − 1 + λ·(c − c̄_ref),  means over K samples of the reference
 
 The papers' models answer in one turn. For agents ℓ is the number of tokens that the policy wrote in
 all turns: tags and actions count, observations do not. An answer that comes within L tokens is one
 whose trajectory is no longer than L.
 
 ShorterBetter and ThinkPrune are rewards of GRPO: the policy writes the samples, and advantages are
-centred on the group. O1-Pruner is another objective: the *reference* model writes the samples, they
-pass PPO's clipped loss with the ratio π/π_ref, and the reward itself is the advantage. Its mean over
-the reference's samples is nearly 0 already. In one process, `length_grpo` does that: the K samples
-of a group are trained on and also give its means. With `reference`, a file of means measured before,
-the policy writes the samples. Under verl that is the only way, because its rollout server holds the
-policy's weights; the ratio then starts at 1 and the clip hardly binds.
+centred on the group. O1-Pruner is another objective: the *reference* model writes the samples,
+they pass PPO's clipped loss with the ratio π/π_ref, and the reward itself is the advantage. Its
+mean over the reference's samples is nearly 0 already. In one process, `length_grpo` does that: the
+K samples of a group are trained on and also give its means. With `reference`, a file of means
+measured before, the policy writes the samples. Under verl that is the only way, because its
+rollout server holds the policy's weights; the ratio then starts at 1 and the clip hardly binds.
 
 Not the papers': rollouts beyond ThinkPrune's L are trained on to their end rather than cut; the
 ratio is the token's; dual clip bounds the loss at −3·A.

@@ -39,7 +39,7 @@ class RLConfig(Section):
     explore_fraction: Share = 0.75
     # Against the tokens of the text, whose advantages are mostly noise.
     mode_weight: Annotated[float, Field(ge=0)] = 48.0
-    # Share of the mean effect of latent turns that is taken off each: which turns first, how many later.
+    # Of the mean effect of latent turns, taken off each: which turns first, how many later.
     mode_baseline: Share = 1.0
     # Below 1: train on the groups that hold this share of the rewards' variance (RAGEN).
     kept_variance: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -1,16 +1,17 @@
 """The objective of AR-GRPO: group advantages, the clipped policy loss, the KL penalty, and credit
 for mode choices.
 
-    advantage    A_i = (r_i − mean_G r) / (std_G r + ε)                            GRPO, arXiv 2402.03300
-                 A_i = r_i − mean_G r                                              Dr. GRPO, 2503.20783
-    policy loss  max(−A ρ, −A clip(ρ, 1 − ε_low, 1 + ε_high)), for A < 0 at most −c A    PPO, 1707.06347; dual clip, 1912.09729
-    KL           e^δ − δ − 1,  δ = log π_ref − log π                               Schulman's k3
+    advantage    A_i = (r_i − mean_G r) / (std_G r + ε)             GRPO, arXiv 2402.03300
+                 A_i = r_i − mean_G r                               Dr. GRPO, 2503.20783
+    policy loss  max(−A ρ, −A clip(ρ, 1 − ε_low, 1 + ε_high))       PPO, 1707.06347
+                 for A < 0 at most −c A                             dual clip, 1912.09729
+    KL           e^δ − δ − 1,  δ = log π_ref − log π                Schulman's k3
 
 Names, clamps and defaults are those of verl (`verl.trainer.ppo.core_algos`), whose numbers the
 tests ask for; importing verl costs seconds, so the few lines are here. Deliberate: values outside
 the mask may be anything, NaN included, and an empty mask is an error, not a NaN loss.
 
-Credit per turn and the information of the mode choice are the project's own; see `mode_advantages`.
+Credit per turn (`mode_advantages`) and the information of the mode choice are the project's own.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def group_advantages(
     values = rewards.detach().cpu().double()
     if not torch.isfinite(values).all():
         raise ValueError(f"reward {int((~torch.isfinite(values)).nonzero()[0])} is not finite")
+    # index (rollouts,) numbers the group of each rollout; sizes (groups,) counts its members.
     _, index, sizes = torch.unique(groups.cpu(), return_inverse=True, return_counts=True)
     sums = torch.zeros(len(sizes), dtype=values.dtype).index_add_(0, index, values)
     single = sizes == 1
@@ -63,7 +65,9 @@ def group_advantages(
     squares = torch.zeros_like(sums).index_add_(0, index, centred.square())
     stds = torch.where(single, 1.0, (squares / (sizes - 1).clamp(min=1)).sqrt())
     dtype = rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
-    return (centred / (stds[index] + eps) if norm_by_std else centred).to(rewards.device, dtype)
+    if norm_by_std:
+        centred = centred / (stds[index] + eps)
+    return centred.to(rewards.device, dtype)
 
 
 def policy_loss(
@@ -179,41 +183,42 @@ def mode_advantages(
     the rollouts of a group that have a block at turn t fit
 
         A_i      ≈ μ + Δ_t m_it + Σ_{s≠t} γ_s m_is
-        credit   = ±½ (Δ_t − b Δ̄): plus for a latent block, minus for text; 0 where the group has one mode only at t
+        credit   = ±½ (Δ_t − b Δ̄): plus for a latent block, minus for text
 
-    b = `baseline` is 0 for the plain credit. Δ̄ is the mean of Δ over all compared turns of all
-    groups, a price that every latent turn pays. At b = 1 the credits say which turns need text
-    *more than others*, and hardly move the share of latent turns.
+    and the credit is 0 where the group has one mode only at t. Δ̄ is the mean of Δ over all compared
+    turns of all groups; b = `baseline` is the share of it that every latent turn pays. At b = 0 the
+    credit is the plain one. At b = 1 it says which turns need text *more than others*, and hardly
+    moves the share of latent turns.
 
-    Why ½: in one state with p = p(latent), a rollout's expected score-function step is then
-    p(1−p)·Δ along the logit, exactly the policy gradient of that choice (the latent arm gives
-    ½Δ·p(1−p), the text arm as much).
+    Why ½: in one state with p = p(latent), the expected step of a rollout's score function is then
+    p(1−p)·Δ along the logit. That is exactly the policy gradient of this choice; each of the two
+    modes gives half of it.
 
     Why the other turns: without them Δ_t is mean(A | latent) − mean(A | text), which also holds
-    what the others did. A policy that has gone over to text puts its right answers into the text
-    arm of *every* turn, while half of the forced latent blocks stand behind another one that has
-    already cost the answer; then a harmless latent turn looks harmful, and text everywhere sustains
-    itself. The fit takes that out as far as effects add up.
+    what the other turns did. A policy that has gone over to text has its right answers on the text
+    side of *every* turn, while many forced latent blocks stand behind another one that has already
+    cost the answer. Then a harmless latent turn looks harmful, and text everywhere sustains itself.
+    The fit removes this as far as effects add up.
 
-    Why not leave-one-out: a baseline must not depend on the own action, but nothing is subtracted
-    from the own reward here. Rewards enter linearly, with weights that depend on the modes only, so
-    given the modes the expectation of Δ_t is the true difference, own reward included. Leaving it
-    out would have the same expectation, with no estimate at all for the only rollout of an arm: the
-    rare mode, the one that is being explored.
+    Why not leave-one-out: a baseline must not depend on the rollout's own action, but nothing is
+    subtracted from its own reward here. Rewards enter linearly, with weights that depend on the
+    modes only, so the expectation of Δ_t is the true difference. Leaving the own reward out has the
+    same expectation, but no estimate at all for the only rollout of a rare mode, which is the one
+    that is being explored.
 
-    Why the baseline: what is common to all turns is the easiest thing to learn. Where latent first
-    turns cost the answer and latent last turns gain a little, the mean is negative, and a policy
-    goes over to text in both before it has told them apart; then p(1−p) leaves next to nothing to
-    learn from. A training therefore begins with 1 and ends with 0, since a baseline also changes
-    what is optimal, to the best policy of the present share.
+    Why the baseline: what all turns have in common is learnt first. Where latent first turns cost
+    the answer and latent last turns gain a little, the mean is negative. A policy would go over to
+    text in both before it has told them apart, and p(1−p) then leaves next to nothing to learn
+    from. A training therefore begins with b = 1. It ends with 0, because a baseline also changes
+    what is optimal: the best policy of the present share.
 
-    Bias: (1) A group with one mode gives 0, which shrinks the step, never turns it; choices that a
-    group always makes together share their effect (the solution of least norm). (2) From the second
-    turn on, rollouts of a group are in different states; where the policy chose its modes by state,
-    Δ_t also holds the difference of those states. Modes forced at random remove that. (3) Effects
-    that do not add up are averaged over the group's other turns, which is why an explorer's modes
-    are its own in all turns but one. (4) Only rollouts that reached turn t are compared, so an
-    effect on whether turn t happens is credited to the turns before it.
+    Bias: (1) A group with one mode gives 0, which shrinks the step and never turns it. Choices that
+    a group always makes together share their effect (the solution of least norm). (2) From the
+    second turn on, the rollouts of a group are in different states. Where the policy chose its
+    modes by state, Δ_t also holds the difference of those states; modes forced at random do not
+    have this. (3) Effects that do not add up are averaged over the group's other turns. That is why
+    an explorer's modes are its own in all turns but one. (4) Only rollouts that reached turn t are
+    compared, so an effect on whether turn t happens is credited to the turns before it.
 
     Raises ValueError where the three differ in length, and for a baseline outside [0, 1].
     """
@@ -241,7 +246,8 @@ def mode_advantages(
     price = baseline * math.fsum(effects.values()) / max(1, len(effects))
     credits = [[0.0] * len(own) for own in modes]
     for (row, turn), effect in effects.items():
-        credits[row][turn] = 0.5 * (effect - price) if modes[row][turn] else -0.5 * (effect - price)
+        sign = 0.5 if modes[row][turn] else -0.5
+        credits[row][turn] = sign * (effect - price)
     return credits
 
 
@@ -251,10 +257,10 @@ def _mode_effect(
     """Δ of `turn`, at which every one of these rollouts has a block, of either mode."""
     signs = {True: 0.5, False: -0.5, None: 0.0}
     width = max(map(len, modes))
-    table = torch.tensor(
-        [[signs[m] for m in own] + [0.0] * (width - len(own)) for own in modes], dtype=torch.float64
-    )
-    outcome = torch.tensor(advantages, dtype=torch.float64)
+    rows = [[signs[mode] for mode in own] + [0.0] * (width - len(own)) for own in modes]
+    table = torch.tensor(rows, dtype=torch.float64)  # (rollouts, turns): m
+    outcome = torch.tensor(advantages, dtype=torch.float64)  # (rollouts,): A
+    # Centring takes μ out; the pseudo-inverse gives the solution of least norm.
     fitted = torch.linalg.pinv(table - table.mean(0), rtol=1e-9) @ (outcome - outcome.mean())
     return fitted[turn].item()
 

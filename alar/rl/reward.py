@@ -14,10 +14,10 @@ scale.
 An environment may grade its trajectories (the tool domain's dense score). The grade then stands in
 place of the 1 of a correct trajectory and of the 0 of a wrong one.
 
-Deliberate in the repaired variant: length no longer shrinks a penalty, only correct answers are
-paid for diversity, malformed trajectories do not move the mean that others are compared with, and a
-trajectory that never reasons is malformed. What counts as well formed and as thinking is decided by
-`alar.protocol`, the same for both variants.
+Deliberate in the repaired variant: length no longer shrinks a penalty; only correct answers are
+paid for diversity; malformed trajectories do not move the mean that others are compared with; and a
+trajectory that never reasons is malformed. `alar.protocol` decides what is well formed and what is
+thinking, for both variants alike.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Outcome:
 
     `group` names its prompt; `n_latent` and `n_think` count turns; `think_length` counts the
     characters that the policy wrote outside latent blocks, tags and actions. `grade` is how right
-    the trajectory is, 1 for wholly; None where that is only told by `correct`. Raises ValueError
-    for negative counts and a grade that is no number.
+    the trajectory is, 1 for wholly; None where only `correct` says so. Raises ValueError for
+    negative counts and a grade that is no number.
     """
 
     group: Hashable
@@ -111,30 +111,33 @@ def shaped_rewards(
     weight = diversity * diversity_weight(step, total_steps)
     repaired = variant == "repaired"
 
-    shares = defaultdict(list)  # of the members that the group's mean counts
+    shares = defaultdict(list)  # group → f of the members that its mean counts
     for outcome in outcomes:
         if not repaired or _usable(outcome):
             shares[outcome.group].append(outcome.latent_share)
     means = {group: math.fsum(values) / len(values) for group, values in shares.items()}
 
     def reward(outcome: Outcome) -> float:
-        if not (_usable(outcome) if repaired else outcome.well_formed):
-            return MALFORMED
         share = outcome.latent_share
-        length_scale = (
-            min(1.0, length_tolerance / outcome.think_length) if outcome.think_length else 1.0
-        )
+        scale = 1.0  # s_L
+        if outcome.think_length:
+            scale = min(1.0, length_tolerance / outcome.think_length)
+        if repaired:
+            if not _usable(outcome):
+                return MALFORMED
+            if not outcome.correct:
+                return outcome.worth - alpha * share
+            bonus = weight * abs(share - means[outcome.group])
+            return scale * (outcome.worth + alpha * share) + bonus
+        if not outcome.well_formed:
+            return MALFORMED
         bonus = weight * abs(share - means[outcome.group])
-        if not repaired:
-            return length_scale * (
-                outcome.worth + (alpha * share if outcome.correct else -alpha * share) + bonus
-            )
-        if not outcome.correct:
-            return outcome.worth - alpha * share
-        return length_scale * (outcome.worth + alpha * share) + bonus
+        signed = alpha * share if outcome.correct else -alpha * share
+        return scale * (outcome.worth + signed + bonus)
 
     return [reward(outcome) for outcome in outcomes]
 
 
 def _usable(outcome: Outcome) -> bool:
+    """Well formed, and it reasoned at least once."""
     return outcome.well_formed and outcome.n_latent + outcome.n_think > 0

@@ -1,9 +1,9 @@
 """What a method of reinforcement learning chooses: its reward, credit, sampler and loss.
 
-    Sampler   which questions a step asks, which modes are drawn at random, which groups are trained on
+    Sampler   which questions a step asks, which modes it draws, which groups are trained on
     Reward    one number for each trajectory of the step, and what validation counts
     Credit    the advantage of every token
-    Loss      the loss of every sampled token, from its advantage and its two log-probs
+    Loss      the mean loss of the sampled tokens, from their advantages and log-probs
 
 A `Strategy` is one of each, and both trainers take it whole. The base classes do what GRPO does;
 AR-GRPO's choices stand below them, and `ar_grpo` picks those that an `RLConfig` asks for. A further
@@ -137,8 +137,8 @@ class Loss(ABC):
         behaviour: Float[Tensor, "tokens"],
         advantages: Float[Tensor, "tokens"],
     ) -> tuple[Float[Tensor, ""], float]:
-        """(mean loss over the tokens, share of them that are clipped). `behaviour` are the log-probs
-        under which the tokens were sampled."""
+        """(mean loss over the tokens, share of them that are clipped). `behaviour` are the
+        log-probs at the time of sampling."""
 
 
 # The choices of AR-GRPO.
@@ -209,8 +209,8 @@ class TurnCredit(GroupCredit):
 
 @dataclass(frozen=True)
 class ExploringSampler(Sampler):
-    """In the last `explore_fraction` of every group the mode of one turn is drawn at random, so that
-    the comparison of modes never runs dry."""
+    """In the last `explore_fraction` of every group the mode of one turn is drawn at random, so
+    that the comparison of modes never runs dry."""
 
     explore_fraction: float = 0.5
 

@@ -1,11 +1,11 @@
 """The agent loop under verl: `alar.rollout.loop` over a whole step, its trajectories put into
 verl's queue.
 
-verl asks an agent loop manager for two things: take a batch of prompts, and put finished rollouts
-into the TransferQueue. Each worker runs our loop over its prompts × group in a thread, with the
-rows, seeds and forced modes of the single-process trainer, and reports per rollout: token ids, the
-mask of SAMPLED tokens, their behaviour log-probs, z if they are to be fed as recorded, and a
-`TrajectorySummary` for rewards, credit and metrics.
+verl asks two things of an agent loop manager: take a batch of prompts, and put finished
+trajectories into the TransferQueue. Each worker runs our loop over its prompts × group in a thread,
+with the rows, seeds and forced modes of the single-process trainer. For each trajectory it reports
+token ids, the mask of SAMPLED tokens, their behaviour log-probs, z if they are to be fed as
+recorded, and a `TrajectorySummary` for rewards, credit and metrics.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ def to_output(
         extra_fields={
             "min_global_steps": step,
             "max_global_steps": step,
+            "alar": note,  # for training
             "reward_extra_info": {
                 "acc": float(trajectory.correct),
-                "alar": json.dumps(note),
-            },  # the latter for validation
-            "alar": note,
+                "alar": json.dumps(note),  # for validation
+            },
         },
     )
 
@@ -102,7 +102,7 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         self.job = Job.from_json(OmegaConf.to_container(self.config.alar, resolve=True))
         self.retrieval = dict(self.job.environment)
         self.domain = catalogue.of(self.retrieval.pop("domain", "search"))
-        self.environment: Environment | None = None  # made for the first prompts
+        self.environment: Environment | None = None  # made with the first prompts
         self.codec = Codec(
             self.tokenizer,
             self._latent("num_latent"),
@@ -128,7 +128,7 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     async def _write(
         self, prompts: list[dict], validate: bool, first_row: int, server: int
     ) -> None:
-        """All rollouts of some prompts; their groups are then finished, or failed with the reason."""
+        """Write the groups of some prompts, and mark each finished, or failed with the reason."""
         partition = "val" if validate else "train"
         for prompt in prompts:
             await tq.async_kv_put(
@@ -150,9 +150,8 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                 await self._agent_loop_postprocess(
                     output, validate, session_id=index % group, **prompt
                 )
-        except (
-            Exception
-        ) as error:  # whatever it is, the trainer hears of it through the queue and stops
+        except Exception as error:
+            # Whatever it is, the trainer hears of it through the queue and stops.
             tag = {"status": "failure", "error": f"{type(error).__name__}: {error}"}
             logger.exception("the rollouts of a batch failed")
         for prompt in prompts:
@@ -185,15 +184,13 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             seed=seed,
             first_row=first_row,
         )
-        explorer = [
-            not validate and sampler.explores(first_row + row) for row in range(len(trajectories))
-        ]
-        p_latent: dict[int, list[float]] = {}  # row → of the trajectories whose modes were all free
-        if not validate and reward.modes == "free":
-            free = [row for row in range(len(trajectories)) if not explorer[row]]
-            if free:
-                found = engine.latent_probabilities([trajectories[row] for row in free])
-                p_latent = dict(zip(free, found))
+        rows = range(len(trajectories))
+        explorer = [not validate and sampler.explores(first_row + row) for row in rows]
+        p_latent: dict[int, list[float]] = {}  # of the rows whose modes were all the policy's own
+        free = [row for row in rows if not explorer[row]]
+        if free and not validate and reward.modes == "free":
+            found = engine.latent_probabilities([trajectories[row] for row in free])
+            p_latent = dict(zip(free, found))
         return [
             to_output(
                 trajectory,

@@ -32,9 +32,8 @@ class LatentReplayBuffer(ReplayBuffer):
                 )
                 raise RuntimeError(f"{len(failed)} groups of rollouts failed: {reason}")
         if any(self.pending_keys.values()) or any(self.running_keys.values()):
-            ray.get(
-                [worker.alive.remote() for worker in self.watched]
-            )  # RayActorError where one has died
+            # RayActorError where one has died.
+            ray.get([worker.alive.remote() for worker in self.watched])
 
     def _materialize_batch(self, partition_id, selected_prompt_uids, partition_snapshot):
         ordered = dict(sorted(partition_snapshot.items(), key=_place))

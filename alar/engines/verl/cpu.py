@@ -1,9 +1,9 @@
-"""A verl platform without accelerators, so that the real trainer runs on a laptop and in the tests.
+"""A verl platform without accelerators, so that the real trainer runs on a laptop and in tests.
 
-    VERL_USE_EXTERNAL_MODULES=alar.engines.verl.cpu  VERL_PLATFORM=cpu      (set by `alar.engines.verl.launch` where `Job.gpus` is 0)
-
-verl asks `torch.cuda`'s functions of its platform's device module; here they do nothing or answer
-for the main memory. Ray's logical GPUs stand for processes.
+`alar.engines.verl.launch` chooses it where `Job.gpus` is 0, with `VERL_PLATFORM=cpu` and
+`VERL_USE_EXTERNAL_MODULES=alar.engines.verl.cpu`. verl calls `torch.cuda`'s functions on its
+platform's device module; here they do nothing or answer for the main memory. Ray's logical GPUs
+stand for processes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,16 @@ from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
 NOTHING = (
-    "empty_cache", "synchronize", "set_device", "reset_peak_memory_stats", "ipc_collect", "manual_seed", "manual_seed_all",
-    "set_per_process_memory_fraction", "set_rng_state",
-)  # fmt: skip
+    "empty_cache",
+    "synchronize",
+    "set_device",
+    "reset_peak_memory_stats",
+    "ipc_collect",
+    "manual_seed",
+    "manual_seed_all",
+    "set_per_process_memory_fraction",
+    "set_rng_state",
+)
 ZERO = (
     "memory_allocated",
     "memory_reserved",
@@ -44,11 +51,8 @@ def _device_module() -> types.ModuleType:
     module.device_count = lambda: 1
     module.is_available = lambda: False
     module.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    module.Stream, module.stream, module.current_stream = (
-        torch.cpu.Stream,
-        torch.cpu.stream,
-        torch.cpu.current_stream,
-    )
+    module.Stream, module.stream = torch.cpu.Stream, torch.cpu.stream
+    module.current_stream = torch.cpu.current_stream
     return module
 
 

@@ -26,9 +26,8 @@ def write_prompts(path: str | Path, questions: Sequence[Question], *, source: st
     rows = [
         {
             "data_source": source,
-            "prompt": [
-                {"role": "user", "content": question.text}
-            ],  # for people; the agent loop writes the prompt itself
+            # For people; the agent loop writes the prompt itself.
+            "prompt": [{"role": "user", "content": question.text}],
             "ability": question.type or source,
             "reward_model": {
                 "style": "rule",

@@ -1,13 +1,12 @@
 """verl's FSDP2 engine for latent models: the hooks that verl leaves to subclasses, nothing more.
 
-- Sequences travel packed in one row; `segment_ids` tells them apart, so that every z sees its own
-sequence only. z are
-  recomputed by the model's own weights, or fed as recorded (`rl.latents`), through verl's
-  multi-modal inputs.
-- Probabilities are those of the rollout: the latent id and the spare rows after it cannot be
-chosen. - The projector is frozen or trained (`rl.train_projector`), also beside LoRA, and lives in
-an FSDP unit of its own. - The learning rate follows `learning_rate_at`, as in the single-process
-trainer.
+- Sequences travel packed in one row. `segment_ids` tells them apart, so that every z sees its own
+  sequence only. z are recomputed by the model's own weights, or fed as recorded (`rl.latents`)
+  through verl's multi-modal inputs.
+- Probabilities are those of the rollout: the latent id and the spare rows after it have none.
+- The projector is frozen or trained (`rl.train_projector`), also beside LoRA, and is an FSDP unit
+  of its own.
+- The learning rate follows `learning_rate_at`, as in the single-process trainer.
 
 On GPUs the trunk and the projector compute in bfloat16 over float32 weights; that path is written
 and not yet run.
@@ -33,9 +32,8 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from alar.engines.verl.settings import VENDOR
 from alar.rl.config import RLConfig, learning_rate_at
 
-EXCLUDED = (
-    -1e4
-)  # logit of an id that cannot be chosen: exp gives 0 in every dtype, and no NaN as with −∞
+# Logit of an id that cannot be chosen: exp gives 0 in every dtype, and no NaN as with −∞.
+EXCLUDED = -1e4
 
 
 @EngineRegistry.register(
@@ -67,10 +65,8 @@ class LatentFSDPEngine(FSDPEngineWithLMHead):
     def _build_module(self):
         module = super()._build_module()
         projector = module.model.projector.requires_grad_(self.rl.train_projector)
-        module._no_split_modules = [
-            *(module._no_split_modules or ()),
-            type(projector).__name__,
-        ]  # units of FSDP2
+        units = module._no_split_modules or ()  # of FSDP2
+        module._no_split_modules = [*units, type(projector).__name__]
         return module
 
     def _build_lora_module(self, module):
@@ -81,9 +77,8 @@ class LatentFSDPEngine(FSDPEngineWithLMHead):
     def _build_fsdp_module(self, module):
         if not self.engine_config.forward_only or get_device_name() != "cpu":
             return super()._build_fsdp_module(module)
-        config = (
-            self.engine_config
-        )  # verl moves a reference's weights to pinned memory, which needs an accelerator
+        # verl moves a reference's weights to pinned memory, which needs an accelerator.
+        config = self.engine_config
         self.engine_config = dataclasses.replace(config, forward_only=False)
         try:
             return super()._build_fsdp_module(module)
@@ -104,9 +99,8 @@ class LatentFSDPEngine(FSDPEngineWithLMHead):
         numbers = torch.arange(1, len(lengths) + 1, device=lengths.device)
         inputs["segment_ids"] = numbers.repeat_interleave(lengths)[None]  # (1, tokens)
         inputs.pop("position_ids")  # every segment starts at 0
-        if (
-            self.rl.latents == "cached"
-        ):  # also where this rank has none, so that all ranks make the same calls
+        if self.rl.latents == "cached":
+            # Also where this rank has none, so that all ranks make the same calls.
             width = self.model_config.hf_config.hidden_size
             inputs.setdefault("latents", torch.zeros(0, width, device=lengths.device))
         else:

@@ -1,25 +1,33 @@
 """Starting, following, resuming and ending a verl job.
 
-    from alar.engines.verl.launch import train
-    folder = train(Job(...), log=print)               # a subprocess; rows of metrics.jsonl as they come
-    python -m alar.engines.verl.launch FOLDER/job.json     # the same job by hand, or on a cluster's head node
+    from alar.engines.verl.launch import run_job
+    folder = run_job(Job(...), log=print)     # a subprocess; rows of metrics.jsonl as they come
 
-A job that was stopped goes on from `FOLDER/state` when it is started again with the same settings;
-it ends with the checkpoint folder `FOLDER/checkpoint`, which `alar.model.load` reads.
+The same job by hand, or on a cluster's head node:
 
-Several nodes. The package and its engines must be installed on all of them, and model, prompts and
-FOLDER lie on a shared file system. Start Ray first, the job then joins it:
+    python -m alar.engines.verl.launch FOLDER/job.json
 
-    head    ray start --head --port=6379                               (its address appears)
+A job that was stopped goes on from `FOLDER/state` when it is started again with the same settings.
+It ends with the checkpoint folder `FOLDER/checkpoint`, which `alar.model.load` reads.
+
+Several nodes. Install the package and its engines on all of them, and put the model, the prompts
+and FOLDER on a shared file system. Start Ray first; the job then joins it:
+
+    head    ray start --head --port=6379                       (it prints its address)
     others  ray start --address=HEAD:6379
-    head    RAY_ADDRESS=HEAD:6379 python -m alar.engines.verl.launch FOLDER/job.json       with `nodes` and `gpus` in job.json
+    head    RAY_ADDRESS=HEAD:6379 python -m alar.engines.verl.launch FOLDER/job.json
 
-The retrieval server must be reachable from every node that runs an agent loop worker: give its host
-name in `retrieval.url`, never 127.0.0.1. What fails, and how it shows: a node without the package:
-`ModuleNotFoundError: alar` in the job's log; too few GPUs: verl waits for resources, then names how
-many it found; a server out of reach: the job ends with the retriever's error, which names the url,
-and goes on from the last checkpoint when started again; a lost node: the job ends with
-RayActorError. The log is `FOLDER/job.log`.
+with `rl.nodes` and `gpus` in job.json. Every node that runs an agent loop worker must reach the
+retrieval server: give its host name in `retrieval.url`, never 127.0.0.1.
+
+How failures show:
+
+    a node without the package   `ModuleNotFoundError: alar` in the job's log
+    too few GPUs                 verl waits for resources, then says how many it found
+    a server out of reach        the job ends with the retriever's error, which names the url
+    a lost node                  the job ends with RayActorError
+
+Started again, it goes on from the last checkpoint. The log is `FOLDER/job.log`.
 """
 
 from __future__ import annotations
@@ -54,12 +62,11 @@ class JobFailed(RuntimeError):
     """The job ended with an error; the message holds the end of its log and how to go on."""
 
 
-def train(job: Job, log: Callable[[dict], None] = print, *, poll: float = 0.5) -> Path:
-    """Run a job to its end and return its checkpoint folder; `log` gets every row of metrics, a
-    resumed job's first ones too.
+def run_job(job: Job, log: Callable[[dict], None] = print, *, poll: float = 0.5) -> Path:
+    """Run a job to its end and return its checkpoint folder.
 
-    Raises VerlUnavailable without verl, ValueError where FOLDER holds a job with other settings,
-    JobFailed for an error.
+    `log` gets every row of metrics, those before a resume too. Raises VerlUnavailable without verl,
+    ValueError where the folder holds a job with other settings, JobFailed for an error.
     """
     require_verl()
     folder = Path(job.folder)
@@ -202,22 +209,20 @@ def _end_with_parent() -> None:
     kernel."""
 
     def wait():
-        while os.read(
-            0, 1024
-        ):  # below Python's buffers, whose lock a daemon thread would hold at the interpreter's end
+        # Below Python's buffers: a daemon thread would hold their lock at the interpreter's end.
+        while os.read(0, 1024):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, daemon=True).start()
 
 
-def main(path: str, *options: str) -> None:
+def drive(path: str, *options: str) -> None:
     """The driver: compose verl's configuration, start or join Ray, run the task."""
     require_verl()
     job = Job.read(path)
-    os.environ.update(
-        environment_variables(job)
-    )  # before verl is imported: it chooses its platform then
+    # Before verl is imported, because it chooses its platform then.
+    os.environ.update(environment_variables(job))
     if FOLLOWED in options:
         _end_with_parent()
     import ray
@@ -236,4 +241,4 @@ def main(path: str, *options: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    drive(*sys.argv[1:])

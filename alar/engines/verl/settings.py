@@ -1,9 +1,9 @@
 """One `Job` for verl, and verl's configuration made from it.
 
-`hydra_values` is a plain mapping from verl's dotted keys to values, so that a test, or a reader,
-can see everything that we set; `compose` lays it over verl's own defaults. `Job.overrides` comes
-last and may change what the algorithm leaves open (memory, parallelism, logging); `refuse_wrong`
-refuses what it may not.
+`hydra_values` is a plain mapping from verl's dotted keys to values, so that a test or a reader can
+see everything that we set. `compose` lays it over verl's own defaults. `Job.overrides` comes last
+and may change memory, parallelism and logging; `refuse_wrong` refuses what would change the
+algorithm.
 """
 
 from __future__ import annotations
@@ -152,9 +152,8 @@ def environment_variables(job: Job) -> dict[str, str]:
             "VERL_PLATFORM": "cpu",
             "VERL_USE_EXTERNAL_MODULES": f"{ROOM}.cpu",
             "OMP_NUM_THREADS": str(job.threads),
-            "RAY_worker_register_timeout_seconds": (
-                "600"
-            ),  # Ray and verl take long to import on a busy machine
+            # Ray and verl take long to import on a busy machine.
+            "RAY_worker_register_timeout_seconds": "600",
             "RAY_raylet_start_wait_time_s": "600",
         }
     return variables
@@ -176,18 +175,15 @@ def hydra_values(job: Job) -> dict[str, Any]:
     micro = max(1, -(-rollouts // world // rl.gradient_accumulation))
     on_gpu = job.gpus > 0
     compute = "bf16" if on_gpu else "fp32"
-    actor, rollout, model = (
-        "actor_rollout_ref.actor",
-        "actor_rollout_ref.rollout",
-        "actor_rollout_ref.model",
-    )
+    root = "actor_rollout_ref"
+    actor, rollout, model, ref = f"{root}.actor", f"{root}.rollout", f"{root}.model", f"{root}.ref"
+    precision = {"param_dtype": compute, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     longest = job.max_turns * job.max_new_tokens
     values = {
         "algorithm.adv_estimator": "grpo",
         "algorithm.use_kl_in_reward": False,
-        "algorithm.rollout_correction.bypass_mode": (
-            True
-        ),  # the ratio is to the true behaviour log-probs
+        # The ratio is to the true behaviour log-probs.
+        "algorithm.rollout_correction.bypass_mode": True,
         "data.train_files": job.prompts,
         "data.val_files": job.validation,
         "data.train_batch_size": sampler.prompts_per_step,
@@ -231,20 +227,12 @@ def hydra_values(job: Job) -> dict[str, Any]:
         f"{actor}.optim.clip_grad": 1.0,
         f"{actor}.fsdp_config.model_dtype": "fp32",
         f"{actor}.fsdp_config.use_torch_compile": False,
-        f"{actor}.fsdp_config.mixed_precision": {
-            "param_dtype": compute,
-            "reduce_dtype": "fp32",
-            "buffer_dtype": "fp32",
-        },
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": micro,
-        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": False,
-        "actor_rollout_ref.ref.fsdp_config.model_dtype": "fp32",
-        "actor_rollout_ref.ref.fsdp_config.mixed_precision": {
-            "param_dtype": compute,
-            "reduce_dtype": "fp32",
-            "buffer_dtype": "fp32",
-        },
-        "actor_rollout_ref.ref.use_torch_compile": False,
+        f"{actor}.fsdp_config.mixed_precision": dict(precision),
+        f"{ref}.log_prob_micro_batch_size_per_gpu": micro,
+        f"{ref}.log_prob_use_dynamic_bsz": False,
+        f"{ref}.fsdp_config.model_dtype": "fp32",
+        f"{ref}.fsdp_config.mixed_precision": dict(precision),
+        f"{ref}.use_torch_compile": False,
         f"{rollout}.name": job.rollout,
         f"{rollout}.n": sampler.group_size,
         f"{rollout}.val_kwargs.n": 1,
@@ -286,9 +274,8 @@ def hydra_values(job: Job) -> dict[str, Any]:
     }
     if not on_gpu:
         values |= {
-            "ray_kwargs.ray_init.num_cpus": (
-                8 + 4 * world
-            ),  # logical ones: verl's controllers each hold one
+            # Logical ones: verl's controllers each hold one.
+            "ray_kwargs.ray_init.num_cpus": 8 + 4 * world,
             "ray_kwargs.ray_init.num_gpus": world,  # logical as well
             "ray_kwargs.ray_init.include_dashboard": False,
             "ray_kwargs.ray_init.object_store_memory": GIGABYTE // 4,
@@ -313,40 +300,29 @@ def compose(job: Job):
 
 def refuse_wrong(config) -> None:
     """Raise ValueError for what would be computed wrongly, each with its remedy."""
-    actor, problems = config.actor_rollout_ref.actor, []
-    if (
-        actor.get("ulysses_sequence_parallel_size", 1) > 1
-        or actor.fsdp_config.get("ulysses_sequence_parallel_size", 1) > 1
-    ):
-        problems.append(
-            "sequence parallelism cuts latent blocks: set ulysses_sequence_parallel_size to 1, use"
-            " more processes"
-        )
-    if actor.strategy != "fsdp2":
-        problems.append(
-            f"actor.strategy {actor.strategy}: the latent engine is FSDP2's; set it to fsdp2"
-        )
-    if config.actor_rollout_ref.model.get("use_fused_kernels", False):
-        problems.append(
-            "model.use_fused_kernels computes log-probs over the latent id as well; set it to False"
-        )
-    if not config.actor_rollout_ref.model.use_remove_padding:
-        problems.append(
-            "model.use_remove_padding must be True: the engine packs sequences and numbers them"
-        )
-    if config.trainer.v1.trainer_mode != "sync":
-        problems.append(
-            f"trainer_mode {config.trainer.v1.trainer_mode}: groups are rewarded step by step; set"
-            " it to sync"
-        )
-    if config.algorithm.use_kl_in_reward:
-        problems.append(
-            "algorithm.use_kl_in_reward would change the shaped reward; use actor.use_kl_loss"
-        )
-    if actor.ppo_mini_batch_size != config.data.train_batch_size or actor.get("ppo_epochs", 1) != 1:
-        problems.append(
-            "one update per step: set actor.ppo_mini_batch_size to data.train_batch_size and"
-            " ppo_epochs to 1"
-        )
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    cut = [part.get("ulysses_sequence_parallel_size", 1) for part in (actor, actor.fsdp_config)]
+    mode, batch = config.trainer.v1.trainer_mode, config.data.train_batch_size
+    one_update = actor.ppo_mini_batch_size == batch and actor.get("ppo_epochs", 1) == 1
+    wrong = {
+        "sequence parallelism cuts latent blocks: set ulysses_sequence_parallel_size to 1, use more"
+        " processes": max(cut) > 1,
+        f"actor.strategy {actor.strategy}: the latent engine is FSDP2's; set it to fsdp2": (
+            actor.strategy != "fsdp2"
+        ),
+        "model.use_fused_kernels computes log-probs over the latent id as well; set it to False": (
+            model.get("use_fused_kernels", False)
+        ),
+        "model.use_remove_padding must be True: the engine packs sequences and numbers them": (
+            not model.use_remove_padding
+        ),
+        f"trainer_mode {mode}: groups are rewarded step by step; set it to sync": mode != "sync",
+        "algorithm.use_kl_in_reward would change the shaped reward; use actor.use_kl_loss": (
+            config.algorithm.use_kl_in_reward
+        ),
+        "one update per step: set actor.ppo_mini_batch_size to data.train_batch_size and ppo_epochs"
+        " to 1": not one_update,
+    }
+    problems = [problem for problem, found in wrong.items() if found]
     if problems:
         raise ValueError("this job cannot run under verl:\n- " + "\n- ".join(problems))

@@ -1,9 +1,9 @@
-"""verl's synchronous trainer with AR-GRPO's reward, credit and metrics.
+"""verl's synchronous trainer with the strategy's reward and credit, and our metrics.
 
-`_compute_advantage` is where a step's rollouts are together with the trainer's step, so d_t goes on
-after a resume. verl's own GRPO advantages are not used: they are one number per rollout, and in
-float32 the rounding of equal rewards becomes an advantage of up to 0.1. Validation never comes by
-here: its reward stays the exact match. Padding rows are left out.
+`_compute_advantage` has a whole step's trajectories and the trainer's own step, so d_t goes on
+after a resume. verl's own GRPO advantages are not used: they are one number per trajectory, and in
+float32 the rounding of equal rewards becomes an advantage of up to 0.1. Padding rows are left
+out.
 """
 
 from __future__ import annotations
@@ -68,9 +68,8 @@ class VerlARGRPO(PPOTrainerSync):
     def _fetch_one_gen_batch(self) -> TensorDict:
         batch = super()._fetch_one_gen_batch()
         infos = [getattr(info, "data", info) for info in batch["extra_info"]]
-        batch["uid"] = NonTensorStack(
-            *(f"{info['index']:08d}" for info in infos)
-        )  # sorted, they give the file's order
+        # Sorted, these ids give the file's order.
+        batch["uid"] = NonTensorStack(*(f"{info['index']:08d}" for info in infos))
         return batch
 
     def _compute_advantage(self, batch, metrics):
@@ -119,9 +118,7 @@ class VerlARGRPO(PPOTrainerSync):
         return batch
 
     def _update_actor(self, batch, metrics):
-        if (
-            self.nothing_to_learn
-        ):  # the filter kept no group: a step without an update, as in the single-process trainer
+        if self.nothing_to_learn:  # no group was kept: a step without an update
             return batch
         return super()._update_actor(batch, metrics)
 

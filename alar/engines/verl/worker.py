@@ -18,18 +18,12 @@ class LatentActorRolloutRefWorker(ActorRolloutRefWorker):
     def init_model(self):
         if get_device_name() == "cpu":
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-            if (
-                not torch.distributed.is_initialized()
-            ):  # verl would name the backend twice, once for each device
-                size, meeting = (
-                    int(os.environ["WORLD_SIZE"]),
-                    {"init_method": os.environ.get("DIST_INIT_METHOD")},
-                )
-                if (
-                    size == 1
-                    # it meets nobody, so it needs no port, which another program may have taken
-                    # meanwhile
-                ):
+            # Before verl does: it would name the backend twice, once for each device.
+            if not torch.distributed.is_initialized():
+                size = int(os.environ["WORLD_SIZE"])
+                meeting = {"init_method": os.environ.get("DIST_INIT_METHOD")}
+                if size == 1:
+                    # It meets nobody, so it needs no port, which another program may have taken.
                     meeting = {"store": torch.distributed.HashStore()}
                 torch.distributed.init_process_group(
                     "cpu:gloo", rank=int(os.environ["RANK"]), world_size=size, **meeting
@@ -38,16 +32,15 @@ class LatentActorRolloutRefWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_checkpoint(self, folder: str) -> None:
-        """Write the current policy as one checkpoint folder, adapters merged: by the route of the
-        rollout's weights.
+        """Write the current policy as one checkpoint folder, adapters merged.
 
-        All ranks take part in gathering; the first one writes, in the dtype of the checkpoint that
-        the job started from.
+        The weights come by the same route as the rollout's. All ranks take part in gathering them;
+        the first one writes, in the dtype of the checkpoint that the job started from.
         """
         weights, _ = self.actor.engine.get_per_tensor_param(base_sync_done=True)
         first = torch.distributed.get_rank() == 0
         gathered = {}
-        for name, tensor in weights:  # gathered over the ranks one by one
+        for name, tensor in weights:  # iterating gathers each over the ranks
             if first:
                 gathered[name] = tensor.detach().cpu().clone()
         if first:

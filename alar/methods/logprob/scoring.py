@@ -30,7 +30,7 @@ _MARK = "\0"  # stands for an answer in the form's action
 
 @dataclass(frozen=True)
 class Score:
-    """`gold` is the answer that fits best; `problem` says in words why a value is OPEN or INVALID."""
+    """`gold` is the answer that fits best; `problem` says why a value is OPEN or INVALID."""
 
     value: float
     gold: str = ""
@@ -63,7 +63,7 @@ class ScoredContext:
 
 
 def around_answer(form: protocol.Form) -> tuple[str, str]:
-    """What a turn of this form writes between its reasoning and its answer, and behind the answer."""
+    """What a turn of this form writes between its reasoning and its answer, and after that."""
     opening, _, closing = form.action("answer", _MARK).partition(_MARK)
     return protocol.BLOCK_SEPARATOR + opening, closing
 
@@ -123,7 +123,7 @@ def answer_tokens(codec: Codec, before: str, gold: str, after: str) -> tuple[lis
 
 @dataclass(frozen=True)
 class _Row:
-    """One gold answer to score: `ids` are its context and itself, from place `first` on the gold."""
+    """One gold answer to score: `ids` are its context and, from place `first` on, the gold."""
 
     number: int  # of the trajectory
     gold: str
