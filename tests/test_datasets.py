@@ -6,7 +6,7 @@ import re
 import pandas as pd
 import pytest
 
-from alar.domains.search.datasets import DatasetError, load_questions, published_sizes, summary
+from alar.domains.search.datasets import DatasetError, load_questions, published_sizes
 from alar.records import Question
 
 
@@ -249,10 +249,3 @@ def test_a_limit_takes_the_same_questions_whatever_their_order_and_smaller_sampl
     write_jsonl(path, records[::-1])
     assert set(load_questions(path, limit=20)) == set(twenty)
     assert len(load_questions(path, limit=1000)) == 200
-
-
-def test_the_summary_names_the_published_size_only_where_it_differs(hub):
-    questions = load_questions("nq", hub=hub)
-    assert summary("nq", questions) == "nq: 3 questions (the published set has 3,610)"
-    assert summary("nq", questions * 1203 + questions[:1]) == "nq: 3,610 questions"
-    assert summary("mine", questions) == "mine: 3 questions"

@@ -22,7 +22,7 @@ import uvicorn
 import alar
 from alar.domains.search import retriever, server
 from alar.domains.search.client import HTTPRetriever
-from alar.domains.search.retriever import Hit, Passage, RetrievalError
+from alar.domains.search.corpus import Hit, Passage, RetrievalError
 
 CITIES = [f"city{i}" for i in range(120)]
 PASSAGES = [
@@ -34,7 +34,7 @@ class SlowRetriever:
     """Counts calls; each takes 20 ms, as an encoder would."""
 
     def __init__(self):
-        self.inner = retriever.build(passages=PASSAGES)
+        self.inner = retriever.open_retriever(passages=PASSAGES)
         self.passages = PASSAGES
         self.calls: list[int] = []
 
@@ -170,7 +170,7 @@ def test_concurrent_requests_are_searched_together_and_each_gets_its_own_answer(
 def test_a_batch_closes_when_it_is_full():
     async def scenario() -> list[int]:
         searcher = SlowRetriever()
-        batcher = server.Batcher(searcher, max_batch=10, max_wait=5.0)
+        batcher = server.SearchBatcher(searcher, max_batch=10, max_wait=5.0)
         worker = asyncio.create_task(batcher.run())
         await asyncio.wait_for(
             asyncio.gather(*(batcher.search(CITIES[i : i + 5], 1) for i in range(0, 40, 5))), 4
@@ -183,7 +183,7 @@ def test_a_batch_closes_when_it_is_full():
 
 def test_a_client_that_leaves_does_not_disturb_the_others():
     async def scenario():
-        batcher = server.Batcher(SlowRetriever(), max_batch=100, max_wait=0.05)
+        batcher = server.SearchBatcher(SlowRetriever(), max_batch=100, max_wait=0.05)
         worker = asyncio.create_task(batcher.run())
         leaving = asyncio.create_task(batcher.search(["city1"], 1))
         staying = asyncio.create_task(batcher.search(["city2"], 1))
@@ -291,8 +291,7 @@ def test_a_dead_server_is_named():
     url = f"http://127.0.0.1:{free_port()}"
     start = time.monotonic()
     with pytest.raises(
-        RetrievalError,
-        match=f"retrieval server {re.escape(url)}: no connection(.|\n)*retrieval.url",
+        RetrievalError, match=f"{re.escape(url)}: no connection(.|\n)*retrieval.url"
     ):
         HTTPRetriever(url, retries=2, backoff=0.01).search(["q"], 1)
     assert time.monotonic() - start < 5
@@ -312,22 +311,22 @@ def test_a_refused_request_is_not_repeated(scripted):
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("body", "place"),
     [
-        ({"result": [[item()]]}, "2 queries were sent but 1 results came back"),
-        ({"result": []}, "2 queries were sent but 0 results"),
-        ({"results": []}, 'no list "result"'),
-        ([], 'no list "result"'),
-        ({"result": [[item()], None]}, "result 1 is not a list"),
-        ({"result": [[item()], [item(contents="  ")]]}, "passage '1' for 'q2' is empty"),
-        ({"result": [[item()], [{"id": "1", "contents": "text"}]]}, 'no "id" and "contents"'),
-        ({"result": [[item()], [item(contents=None)]]}, 'no "id" and "contents"'),
-        ({"result": [[item()], [item(score=None)]]}, "has no score"),
+        ({"result": [[item()]]}, "2 queries"),
+        ({"result": []}, "2 queries"),
+        ({"results": []}, "result"),
+        ([], "incomplete"),
+        ({"result": [[item()], None]}, "result.1"),
+        ({"result": [[item()], [item(contents="  ")]]}, "result.1.0.document.contents"),
+        ({"result": [[item()], [{"id": "1", "contents": "text"}]]}, "result.1.0.document"),
+        ({"result": [[item()], [item(contents=None)]]}, "result.1.0.document.contents"),
+        ({"result": [[item()], [item(score=None)]]}, "result.1.0.score"),
     ],
 )
-def test_an_answer_that_is_not_whole_is_an_error_never_empty_documents(scripted, body, message):
+def test_an_answer_that_is_not_whole_is_an_error_never_empty_documents(scripted, body, place):
     broken = scripted((200, body))
-    with pytest.raises(RetrievalError, match=re.escape(message)) as caught:
+    with pytest.raises(RetrievalError, match=re.escape(place)) as caught:
         HTTPRetriever(broken.url, backoff=0.01).search(["q1", "q2"], 3)
     assert broken.url in str(caught.value)
 

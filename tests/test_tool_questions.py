@@ -11,11 +11,13 @@ import pandas as pd
 import pytest
 
 from alar import protocol
-from alar.domains.tool import arithmetic, bfcl, questions
+from alar.domains import arithmetic
+from alar.domains.tool import bfcl, questions
 from alar.domains.tool.environment import ToolEnvironment, check_turns, toolmind_score, verdict
 from alar.domains.tool.functions import TOOLS, own_name
 from alar.domains.tool.protocol import TOOL, calls_text, parse_calls
 from alar.domains.tool.requests import bfcl_request, request_of
+from alar.evaluate.accuracy import accuracy_table
 from alar.model import embedded
 from alar.records import Origin, Trajectory
 from alar.rl.reward import shaped_rewards
@@ -435,7 +437,7 @@ def test_a_bfcl_evaluation_goes_on_where_it_was_interrupted(codec, tmp_path):
     spoilt = Scripted(codec, {0: [right[2], right[4]], 1: ["<think>so</think>\n\nno idea"]})
     table = evaluate_bfcl(spoilt, tmp_path, **settings)
     assert list(table["correct"]) == [True, True, True, False, True] and table["reason"][3]
-    assert bfcl.accuracy_table(table).set_index("category").loc["macro", "accuracy"] == 0.8
+    assert accuracy_table(table).set_index("category").loc["macro", "accuracy"] == 0.8
     again = evaluate_bfcl(engine([]), tmp_path, **settings)
     assert list(again["correct"]) == list(table["correct"])
     narrow = evaluate_bfcl(engine([]), tmp_path / "narrow", **settings, context=100)

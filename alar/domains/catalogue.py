@@ -16,9 +16,9 @@ from typing import Protocol
 
 from alar import protocol
 from alar.domains.search import questions as search_questions
-from alar.domains.search import retriever
 from alar.domains.search.datasets import load_questions
 from alar.domains.search.environment import SearchEnvironment
+from alar.domains.search.retriever import open_retriever
 from alar.domains.search.world import REAL
 from alar.domains.tool import bfcl
 from alar.domains.tool import questions as tool_questions
@@ -94,7 +94,7 @@ class SearchDomain:
             return SearchEnvironment(topk=topk)
         given = {"backend": backend, "corpus": corpus, **retrieval}
         return SearchEnvironment(
-            retriever.build(**given), topk=topk, source=json.dumps(given, sort_keys=True)
+            open_retriever(**given), topk=topk, source=json.dumps(given, sort_keys=True)
         )
 
 

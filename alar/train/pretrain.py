@@ -29,7 +29,7 @@ from transformers import (
 
 from alar import protocol
 from alar.domains.search import questions
-from alar.domains.search.retriever import build
+from alar.domains.search.retriever import open_retriever
 from alar.domains.search.world import world
 from alar.domains.tool.protocol import TOOL
 from alar.files import replacing
@@ -101,7 +101,7 @@ def solved_texts(
     """(question, [(thought, action text, observation)]) of questions whose passages the retriever
     does find."""
     solved = questions.solved_questions(world_name, count, seed, MIXTURE)
-    retriever = build("tfidf", passages=world(world_name).passages())
+    retriever = open_retriever("tfidf", passages=world(world_name).passages())
     queries = [step.argument for item in solved for step in item.steps if step.action == "search"]
     hits = iter(retriever.search(queries, topk))
     for item in solved:

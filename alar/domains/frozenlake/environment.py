@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from alar import protocol
 from alar.domains.frozenlake.lakes import Walk, drawing, walk
-from alar.domains.frozenlake.protocol import ACTION, LakeForm, observation_text, parse_moves
+from alar.domains.frozenlake.protocol import ACTION, LakeForm, lake_observation, parse_moves
 from alar.records import Observation, Question, Trajectory, TurnRecord
 
 
@@ -55,5 +55,5 @@ class FrozenLakeEnvironment:
             remark = "No moves are left."
         rows = json.loads(question.details)["rows"]
         return Observation(
-            observation_text(drawing(rows, walked.position), remark), end="answer" if remark else ""
+            lake_observation(drawing(rows, walked.position), remark), end="answer" if remark else ""
         )

@@ -83,6 +83,6 @@ class LakeForm:
         return protocol.action_text(name, argument)
 
 
-def observation_text(lake: str, remark: str = "") -> str:
+def lake_observation(lake: str, remark: str = "") -> str:
     remark = f"\n{remark}" if remark else ""
     return f"\n\n<information>{lake}{remark}</information>\n\n"

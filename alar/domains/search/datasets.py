@@ -66,43 +66,34 @@ def load_questions(
         raise DatasetError(f"{name}: neither a file nor a known set; known sets: {known}")
     if limit < 0:
         raise ValueError(f"limit must be 0 (all) or positive, got {limit}")
-    return sampled(questions, limit) if limit else questions
-
-
-def summary(name: str, questions: Sequence[Question]) -> str:
-    """One line: the size, and the published size of the set where it is another one."""
-    expected = published_sizes.get(name, len(questions))
-    note = "" if expected == len(questions) else f" (the published set has {expected:,})"
-    return f"{name}: {len(questions):,} questions{note}"
+    return fixed_sample(questions, limit) if limit else questions
 
 
 def _published(name: str, hub: str, config: str | None, splits: Sequence[str]) -> list[Question]:
     folder = Path(hub)
-    if (
-        folder.is_dir() and not (folder / "README.md").exists()
-    ):  # files fetched one by one, without the hub's card
-        folder = folder / config if config else folder
-        for split in splits:
-            for path in (folder / f"{split}.jsonl", folder / f"{split}.parquet"):
-                if path.is_file():
-                    return _from_rows(read_rows(path), name)
-        raise DatasetError(
-            f"{folder}: no {' or '.join(f'{split}.jsonl' for split in splits)} here for the set"
-            f" {name}"
-        )
-    return _from_rows(hub_rows(hub, config, splits), name)
+    # A clone of the hub's repository has its card, which `datasets` reads; files that were fetched
+    # one by one have none.
+    if not folder.is_dir() or (folder / "README.md").exists():
+        return _from_rows(hub_rows(hub, config, splits), name)
+    folder = folder / (config or "")
+    for split in splits:
+        for path in (folder / f"{split}.jsonl", folder / f"{split}.parquet"):
+            if path.is_file():
+                return _from_rows(read_rows(path), name)
+    wanted = " or ".join(f"{split}.jsonl" for split in splits)
+    raise DatasetError(f"{folder}: no {wanted} here for the set {name}")
 
 
 def hub_rows(hub: str, config: str | None, splits: Sequence[str]) -> Iterator[tuple[str, dict]]:
+    """(where, record) of each row in the first of `splits` that the hub's set has."""
     import datasets
 
     try:
         loaded = datasets.load_dataset(hub, config)
-    except (
-        Exception
-    ) as error:  # the library raises a dozen unrelated types when a hub cannot be reached or read
+    except Exception as error:
+        # The library raises a dozen unrelated types when a hub cannot be reached or read.
         raise DatasetError(
-            f"{hub}{f' ({config})' if config else ''}: cannot be loaded: {type(error).__name__}:"
+            f"{hub} ({config}): cannot be loaded: {type(error).__name__}:"
             f" {error}\nWithout a network, copy the set's files into a folder and give that folder"
             " as `hub`, or give a JSONL file"
         ) from error
@@ -116,8 +107,10 @@ def hub_rows(hub: str, config: str | None, splits: Sequence[str]) -> Iterator[tu
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict]]:
-    """(where, record) of each row; `where` is file:line for JSON lines and "file, row n" for
-    Parquet, counted from 1."""
+    """(where, record) of each row.
+
+    `where` is file:line for JSON lines and "file, row n" for Parquet, both counted from 1.
+    """
     if path.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet
@@ -174,8 +167,7 @@ def _question(record: dict, name: str, number: int, where: str) -> Question:
         raise DatasetError(f"{where}: question: expected a text, got {text!r}")
     identity = record.get("id", record.get("_id"))
     identity = str(number) if identity in (None, "") else str(identity)
-    # Search-R1's merged set numbers the questions of each source from 0, so ids repeat without
-    # their source.
+    # Search-R1's merged set numbers the questions of each source from 0: ids need their source.
     origin = record.get("data_source") or name
     kind = record.get("type") if isinstance(record.get("type"), str) else ""
     return Question(
@@ -203,7 +195,9 @@ def _answers(record: dict, where: str) -> tuple[str, ...]:
     return answers
 
 
-def sampled(questions: list[Question], limit: int) -> list[Question]:
+def fixed_sample(questions: list[Question], limit: int) -> list[Question]:
+    """The `limit` questions whose ids have the smallest hashes, in their order in `questions`."""
+
     def position(i: int) -> str:
         return hashlib.blake2b(questions[i].id.encode(), digest_size=16).hexdigest()
 

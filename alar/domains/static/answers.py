@@ -73,11 +73,11 @@ def stated_answer(text: str) -> str | None:
     return stated[-1].strip().rstrip(".").strip() or None if stated else None
 
 
-def number(text: str) -> Fraction | None:
+def number_in(text: str) -> Fraction | None:
     """The number that an answer consists of, a currency sign, a unit or a sentence around it
     allowed; None unless it is one.
 
-    >>> number("$1,234.50 dollars")
+    >>> number_in("$1,234.50 dollars")
     Fraction(2469, 2)
     """
     found = _NUMBER.findall(re.sub(r"(?<=\d)\s*\\?%", " ", text[:LONGEST]).replace("{,}", ","))
@@ -89,20 +89,20 @@ def number(text: str) -> Fraction | None:
         return None
 
 
-def numeric(prediction: str, accepted: Sequence[str]) -> bool:
+def score_number(prediction: str, accepted: Sequence[str]) -> bool:
     """GSM8K's score. A prediction with two different numbers in it is no answer."""
-    value = number(stated_answer(prediction) or prediction)
-    return value is not None and any(value == number(gold) for gold in accepted)
+    value = number_in(stated_answer(prediction) or prediction)
+    return value is not None and any(value == number_in(gold) for gold in accepted)
 
 
-def letter(prediction: str, accepted: Sequence[str]) -> bool:
+def score_letter(prediction: str, accepted: Sequence[str]) -> bool:
     """MMLU's score."""
     text = re.sub(r"[*`_]+", "", last_boxed(prediction) or prediction).strip()  # **B**
     found = _LETTERS[0].search(text) or _LETTERS[1].match(text)
     return found is not None and found[1].upper() in {gold.strip().upper() for gold in accepted}
 
 
-def math(prediction: str, accepted: Sequence[str]) -> bool:
+def score_mathematics(prediction: str, accepted: Sequence[str]) -> bool:
     """MATH's score: the clean-up decides cheaply where it can, `math-verify` where it cannot."""
     answer = stated_answer(prediction) or prediction.strip()
     return (
@@ -167,8 +167,8 @@ def _verified(ours: str, theirs: str) -> bool:
 
 
 SCORERS: dict[str, Scorer] = {
-    "numeric": numeric,
-    "math": math,
-    "letter": letter,
+    "numeric": score_number,
+    "math": score_mathematics,
+    "letter": score_letter,
     "exact": exact_match,
 }

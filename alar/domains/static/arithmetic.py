@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from alar.domains.tool.arithmetic import add_text, subtract_text
+from alar.domains.arithmetic import add_text, subtract_text
 
 KINDS = ("sum", "difference", "two_steps")
 STYLES = ("full", "brief")
@@ -51,7 +51,7 @@ def problems(split: str, seed: int = 0) -> Iterator[Problem]:
     while True:
         kind = KINDS[number % len(KINDS)]
         values = _values(kind, rng)
-        if split_of(kind, values) == split:
+        if _split_of(kind, values) == split:
             number += 1
             yield _problem(kind, values, rng.choice(_NAMES), rng.choice(_THINGS))
 
@@ -67,7 +67,7 @@ def rows(split: str, count: int, seed: int = 0, style: str = "full") -> list[dic
             return list(found.values())
 
 
-def split_of(kind: str, values: tuple[int, ...]) -> str:
+def _split_of(kind: str, values: tuple[int, ...]) -> str:
     """The split that a combination of numbers belongs to: one in five is for the test."""
     return "test" if zlib.crc32(f"{kind} {values}".encode()) % 5 == 0 else "train"
 

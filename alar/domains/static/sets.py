@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from alar.domains.search.datasets import DatasetError, hub_rows, read_rows, sampled
+from alar.domains.search.datasets import DatasetError, fixed_sample, hub_rows, read_rows
 from alar.domains.static import arithmetic
 from alar.domains.static.answers import SCORERS, after_hashes, last_boxed, stated_answer
 from alar.records import Question
@@ -62,7 +62,7 @@ class Published:
     size: int = 0  # of the test split
 
 
-def gsm8k(row: dict) -> Processed:
+def read_gsm8k(row: dict) -> Processed:
     gold = after_hashes(row["answer"])
     if gold is None:
         raise ValueError(f"answer: no `####` with the final answer in {row['answer'][-60:]!r}")
@@ -74,7 +74,7 @@ def gsm8k(row: dict) -> Processed:
     )
 
 
-def math(row: dict) -> Processed:
+def read_math(row: dict) -> Processed:
     gold = _text(row, "answer") or last_boxed(row["solution"])
     if not gold:
         raise ValueError(
@@ -86,7 +86,7 @@ def math(row: dict) -> Processed:
     )
 
 
-def mmlu(row: dict) -> Processed:
+def read_mmlu(row: dict) -> Processed:
     choices, gold = row["choices"], row["answer"]
     if (
         not isinstance(choices, Sequence)
@@ -110,7 +110,7 @@ def mmlu(row: dict) -> Processed:
     )
 
 
-def metamathqa(row: dict) -> Processed:
+def read_metamathqa(row: dict) -> Processed:
     gold = stated_answer(row["response"])
     if gold is None:
         raise ValueError(f"response: no `The answer is: …` in {row['response'][-60:]!r}")
@@ -123,10 +123,10 @@ def metamathqa(row: dict) -> Processed:
 
 
 FORMATS = {
-    "gsm8k": Format(("question", "answer"), gsm8k, "numeric"),
-    "math": Format(("problem", "solution"), math, "math"),
-    "mmlu": Format(("question", "choices", "answer"), mmlu, "letter"),
-    "metamathqa": Format(("query", "response"), metamathqa, "math"),
+    "gsm8k": Format(("question", "answer"), read_gsm8k, "numeric"),
+    "math": Format(("problem", "solution"), read_math, "math"),
+    "mmlu": Format(("question", "choices", "answer"), read_mmlu, "letter"),
+    "metamathqa": Format(("query", "response"), read_metamathqa, "math"),
 }
 PUBLISHED = {
     "gsm8k": Published("openai/gsm8k", "main", "gsm8k", size=1319),
@@ -136,7 +136,7 @@ PUBLISHED = {
 }
 
 
-def load(
+def load_questions(
     source: str | Path,
     split: str = "test",
     *,
@@ -247,7 +247,7 @@ def _format(name: str, row: dict, source: str) -> Format:
 
 
 def _limited(questions: list[Question], limit: int) -> list[Question]:
-    return sampled(questions, limit) if limit else questions
+    return fixed_sample(questions, limit) if limit else questions
 
 
 def _text(row: dict, column: str) -> str:

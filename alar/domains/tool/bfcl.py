@@ -26,11 +26,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
-import pandas as pd
-
-from alar.evaluate.intervals import Estimate, estimate, resampled_sums, wilson
-
 PACKAGE = "bfcl_eval==2026.3.23"
 AST_CATEGORIES = (
     "simple_python",
@@ -57,8 +52,6 @@ ASKED_CATEGORIES = (
 CATEGORIES = (*ASKED_CATEGORIES, *LANGUAGES)
 LONGEST_REASON = 1000  # characters
 _MODEL = "alar"  # the name under which the stand-in registry knows us; must hold no underscore
-
-Call = Mapping[str, Any]  # {"name": str, "arguments": dict}
 
 
 @dataclass(frozen=True)
@@ -181,35 +174,6 @@ def reference_calls(ground_truth: Iterable[dict]) -> list[dict]:
             }
         )
     return calls
-
-
-def accuracy_table(
-    results: pd.DataFrame, *, resamples: int = 10_000, seed: int = 0
-) -> pd.DataFrame:
-    """Accuracy per category with Wilson intervals, and their unweighted mean, the row "macro".
-
-    `results` has the columns `category` and `correct`. The mean's interval resamples questions
-    within each category. There is no "overall" row: BFCL's overall score needs its multi-turn and
-    agentic parts, which are not run here.
-    """
-    rows, means, draws = [], [], []
-    for number, (category, part) in enumerate(results.groupby("category", sort=False)):
-        correct = part["correct"].to_numpy(dtype=float)
-        rows.append(
-            {"category": category, "questions": len(part)}
-            | _columns(wilson(correct.sum(), len(part)))
-        )
-        means.append(correct.mean())
-        draws.append(resampled_sums(correct[:, None], resamples, seed + number)[:, 0] / len(part))
-    if not rows:
-        raise ValueError("no results: a table of accuracies needs at least one question")
-    macro = estimate(float(np.mean(means)), np.mean(draws, axis=0), 0.95)
-    rows.append({"category": "macro", "questions": len(results)} | _columns(macro))
-    return pd.DataFrame(rows)
-
-
-def _columns(value: Estimate) -> dict[str, float]:
-    return {"accuracy": value.mean, "accuracy_low": value.low, "accuracy_high": value.high}
 
 
 _ABSENT = object()

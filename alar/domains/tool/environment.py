@@ -14,7 +14,7 @@ from alar import protocol
 from alar.domains.tool.bfcl import CheckResult, check_calls, reference_calls
 from alar.domains.tool.execution import Executor
 from alar.domains.tool.protocol import TOOL, parse_calls, responses_text
-from alar.domains.tool.requests import Request, request_of
+from alar.domains.tool.requests import ToolRequest, request_of
 from alar.domains.tool.toolmind import SUCCESS, dense_score, expected_calls
 from alar.records import Observation, Question, Trajectory
 
@@ -58,7 +58,7 @@ class ToolEnvironment:
         count."""
         return None if self.judge == "official" else toolmind_score(trajectory) / SUCCESS
 
-    def _respond(self, request: Request, turn: protocol.Turn) -> str:
+    def _respond(self, request: ToolRequest, turn: protocol.Turn) -> str:
         calls, problem = parse_calls(turn.argument)
         if problem:
             return self.form.invalid(problem)
@@ -107,7 +107,7 @@ def toolmind_score(trajectory: Trajectory) -> float:
     return sum(scores) / len(scores)
 
 
-def check_turns(calls: Sequence[list[dict]], request: Request) -> CheckResult:
+def check_turns(calls: Sequence[list[dict]], request: ToolRequest) -> CheckResult:
     """BFCL's verdict on the calls of every turn; the number of turns that call must be right too."""
     if request.truth is None:  # the category alone decides
         made = [call for turn in calls for call in turn]

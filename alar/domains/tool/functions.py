@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from alar.domains.tool import functions_dates, functions_numbers, functions_text
-from alar.domains.tool.schema import Tool, table
+from alar.domains.tool.schema import Tool, tools_by_name
 
-TOOLS: dict[str, Tool] = table(
+TOOLS: dict[str, Tool] = tools_by_name(
     *functions_numbers.TOOLS.values(),
     *functions_dates.TOOLS.values(),
     *functions_text.TOOLS.values(),
@@ -44,7 +44,7 @@ def own_name(name: str) -> tuple[str, str]:
     return (function, provider) if function in TOOLS and provider in PROVIDERS else (name, "")
 
 
-CALLABLE: dict[str, Tool] = TOOLS | table(
+CALLABLE: dict[str, Tool] = TOOLS | tools_by_name(
     *(
         replace(tool, name=f"{tool.name}_{provider}")
         for tool in TOOLS.values()

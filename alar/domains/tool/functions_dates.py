@@ -8,7 +8,7 @@ import ipaddress
 from datetime import UTC, date, datetime, timedelta
 from zoneinfo import ZoneInfo
 
-from alar.domains.tool.schema import integer, table, text, tool
+from alar.domains.tool.schema import integer, text, tool, tools_by_name
 
 _DATE = text("YYYY-MM-DD", 10)
 _TIME = text("HH:MM", 5)
@@ -41,7 +41,7 @@ def _offset(zone: str, date: str) -> str:
     return datetime.fromisoformat(f"{date}T12:00").replace(tzinfo=_zone(zone)).strftime("%z")
 
 
-TOOLS = table(
+TOOLS = tools_by_name(
     tool("weekday", "Day of the week.", lambda date: _day(date).strftime("%A"), date=_DATE),
     tool(
         "is_leap", "Whether a year is a leap year.", lambda year: calendar.isleap(year), year=_YEAR

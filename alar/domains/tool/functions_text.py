@@ -16,7 +16,7 @@ import unicodedata
 import zlib
 from urllib.parse import quote
 
-from alar.domains.tool.schema import boolean, choice, integer, table, text, tool
+from alar.domains.tool.schema import boolean, choice, integer, text, tool, tools_by_name
 
 _TEXT = text()
 _CHARACTER = text(longest=1)
@@ -38,7 +38,7 @@ def _sort_words(text: str, descending: bool = False) -> str:
     return " ".join(sorted(text.split(), reverse=descending))
 
 
-TOOLS = table(
+TOOLS = tools_by_name(
     tool("upper", "Upper case.", lambda text: text.upper(), text=_TEXT),
     tool("title_case", "Capital at each word.", lambda text: string.capwords(text), text=_TEXT),
     tool("swap_case", "Swap upper and lower case.", lambda text: text.swapcase(), text=_TEXT),

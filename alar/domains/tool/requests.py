@@ -51,7 +51,7 @@ SCHEMA_TYPES = {
 
 
 @dataclass(frozen=True)
-class Request:
+class ToolRequest:
     """`truth` has BFCL's ground truth for every turn of calls: () means that no call is right; None
     that the calls of the one turn are judged by the category alone."""
 
@@ -92,7 +92,7 @@ def request_of(question: Question) -> Request:
 def _parsed(details: str, category: str) -> Request:
     fields = json.loads(details)
     truth = fields["truth"]
-    return Request(
+    return ToolRequest(
         tuple(fields["messages"]),
         tuple(fields["functions"]),
         None if truth is None else tuple(tuple(turn) for turn in truth),
@@ -102,7 +102,7 @@ def _parsed(details: str, category: str) -> Request:
 
 def bfcl_request(question: BFCLQuestion) -> Request:
     truth = None if question.ground_truth is None else (question.ground_truth,)
-    return Request(question.messages, question.functions, truth, question.category)
+    return ToolRequest(question.messages, question.functions, truth, question.category)
 
 
 def json_schema(schema: dict) -> dict:

@@ -124,7 +124,7 @@ def integer(
     return Parameter("integer", (("ge", low), ("le", high)), description, default=default)
 
 
-def number(
+def decimal(
     low: float = -_LARGEST,
     high: float = _LARGEST,
     description: str = "",
@@ -149,7 +149,7 @@ def numbers(kind: str = "float") -> Parameter:
     return Parameter("array", (("min_length", 1), ("max_length", MAX_ITEMS)), items=kind)
 
 
-def table(*tools: Tool) -> dict[str, Tool]:
+def tools_by_name(*tools: Tool) -> dict[str, Tool]:
     """Name → tool. ValueError for a name that two tools share."""
     found = {tool.name: tool for tool in tools}
     if len(found) < len(tools):

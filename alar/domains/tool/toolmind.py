@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from alar.domains.tool.protocol import calls_text, responses_text
-from alar.domains.tool.requests import Request
+from alar.domains.tool.requests import ToolRequest
 
 SUCCESS = 1.5  # teacher rollouts with at least this score are kept
 SPLITS = (("test", 0.05), ("validation", 0.05))  # shares; the rest is for training
@@ -49,7 +49,7 @@ class ToolMindRow:
 
     id: str
     group: str
-    request: Request
+    request: ToolRequest
     expected: tuple[dict, ...]
     responses: tuple[tuple[dict, str], ...] = ()
 
@@ -127,7 +127,7 @@ def read_row(record: dict, *, whole: bool = False) -> ToolMindRow:
         else "parallel_multiple"
     )
     _digest(expected)  # of text, as all that is stored
-    request = Request(history, functions, truth, category)
+    request = ToolRequest(history, functions, truth, category)
     responses = _responses(messages, turns, expected) if whole else ()
     return ToolMindRow(
         _digest([history, functions]), _digest([first, functions]), request, expected[-1], responses
@@ -174,7 +174,7 @@ def usable_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name.strip()).strip("_")
 
 
-def split_of(row: ToolMindRow) -> str:
+def split_of_row(row: ToolMindRow) -> str:
     """ "train", "validation" or "test", the same for all rows of one (first user message,
     functions)."""
     place, edge = int(row.group[:8], 16) / 16**8, 0.0

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from alar.domains.tool.toolmind import load_rows, split_of
+from alar.domains.tool.toolmind import load_rows, split_of_row
 from alar.records import Question
 
 HUB = "Nanbeige/ToolMind"
@@ -62,7 +62,7 @@ def load_questions(source: str | Path, split: str = "train") -> list[Question]:
     found = [
         row.request.question(row.id, world="toolmind")
         for row in loaded.rows
-        if split_of(row) == split
+        if split_of_row(row) == split
     ]
     if not found:
         reasons = (
