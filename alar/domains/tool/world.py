@@ -560,7 +560,7 @@ def offer(rng: random.Random) -> dict[str, Tool]:
 
 
 def split_of_call(tool: Tool, arguments: dict) -> str:
-    """The split that a function with these arguments belongs to: "train", "validation" or "test"."""
+    """The split of a function with these arguments: "train", "validation" or "test"."""
     bucket = zlib.crc32(f"{tool.name} {json.dumps(arguments, sort_keys=True)}".encode()) % 10
     if bucket < 2:
         return "test"
