@@ -230,7 +230,7 @@ def test_search_refuses_one_string_and_k_below_one():
     search = Retriever(make_passages(3), TfidfEncoder()).search
     with pytest.raises(TypeError, match="list of strings"):
         search("peru", 1)
-    with pytest.raises(ValueError, match="k must be at least 1"):
+    with pytest.raises(ValueError, match="k must"):
         search(["peru"], 0)
 
 
@@ -238,7 +238,7 @@ def test_an_index_of_another_corpus_is_refused():
     passages = make_passages(4)
     flat = faiss.IndexFlatIP(8)
     flat.add(np.zeros((3, 8), dtype=np.float32))
-    with pytest.raises(RetrievalError, match="3 rows but the corpus has 4 passages"):
+    with pytest.raises(RetrievalError, match="3 rows.*4 passages"):
         Retriever(passages, TfidfEncoder(), flat)
 
 
@@ -247,7 +247,7 @@ def test_an_encoder_of_another_dimension_is_refused():
     flat = faiss.IndexFlatIP(8)
     flat.add(np.ones((4, 8), dtype=np.float32))
     encoder = TfidfEncoder(dimension=4).fit([passage.contents for passage in passages])
-    with pytest.raises(RetrievalError, match="dimension 4 but the index holds 8"):
+    with pytest.raises(RetrievalError, match="dimension 4.*8"):
         Retriever(passages, encoder, flat).search(["peru"], 1)
 
 
@@ -256,10 +256,10 @@ def test_an_encoder_of_another_dimension_is_refused():
     [
         ({"backend": "http"}, "retrieval.url"),
         ({"backend": "http", "url": "localhost:8000"}, "localhost:8000"),
-        ({"backend": "tfidf"}, "set retrieval.corpus"),
-        ({"backend": "e5"}, "set retrieval.corpus"),
-        ({"backend": "tfidf", "corpus": "missing.jsonl"}, "missing.jsonl: no such corpus"),
-        ({"backend": "tfidf", "passages": make_passages(3), "gpu": True}, "FAISS sees no GPU"),
+        ({"backend": "tfidf"}, "retrieval.corpus"),
+        ({"backend": "e5"}, "retrieval.corpus"),
+        ({"backend": "tfidf", "corpus": "missing.jsonl"}, "missing.jsonl"),
+        ({"backend": "tfidf", "passages": make_passages(3), "gpu": True}, "GPU"),
     ],
 )
 def test_build_says_what_is_missing(arguments, message):
@@ -322,7 +322,7 @@ def test_offsets_are_kept_and_made_anew_when_the_corpus_changed(tmp_path, monkey
 def test_a_cut_off_corpus_is_refused_with_file_and_line(tmp_path):
     path = write_corpus(tmp_path / "corpus.jsonl", make_passages(20))
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(RetrievalError, match=r"corpus\.jsonl:20: not a JSON object.*cut off"):
+    with pytest.raises(RetrievalError, match=r"corpus\.jsonl:20: .*cut off"):
         Corpus(path)
 
 
@@ -339,7 +339,7 @@ def test_a_broken_line_is_named(tmp_path, line):
 
 
 def test_missing_empty_and_compressed_corpora_are_refused(tmp_path):
-    with pytest.raises(RetrievalError, match="no such corpus"):
+    with pytest.raises(RetrievalError, match="none.jsonl"):
         Corpus(tmp_path / "none.jsonl")
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(RetrievalError, match="empty"):
@@ -444,7 +444,7 @@ def test_e5_gives_a_blank_query_no_direction_and_accepts_no_texts(tiny_bert):
 
 
 def test_a_missing_encoder_is_an_error_with_a_remedy(tmp_path):
-    with pytest.raises(RetrievalError, match="cannot be loaded(.|\n)*retrieval.model"):
+    with pytest.raises(RetrievalError, match="retrieval.model"):
         E5Encoder(str(tmp_path / "nothing"), device="cpu")
 
 
@@ -533,28 +533,26 @@ def test_a_build_is_not_resumed_with_another_encoder_or_corpus(tmp_path, table_c
 def test_an_index_of_another_encoder_is_refused(tmp_path, table_corpus):
     corpus, table, _ = table_corpus
     path = index.build_index(corpus, CountingEncoder(table), tmp_path / "flat.index")
-    with pytest.raises(RetrievalError, match="built with the encoder 'table'.*'tfidf-"):
+    with pytest.raises(RetrievalError, match="table.*tfidf-"):
         index.open_index(path, encoder=TfidfEncoder())
 
 
 def test_unusable_index_files_are_refused(tmp_path):
-    with pytest.raises(
-        RetrievalError, match="no such index; build it: python -m alar.domains.search.index"
-    ):
+    with pytest.raises(RetrievalError, match="none.index.*python -m alar.domains.search.index"):
         index.open_index(tmp_path / "none.index", encoder=TableEncoder({}))
     path = tmp_path / "flat.index"
     faiss.write_index(index.make_index([unit_vectors(100)]), str(path))
     path.write_bytes(path.read_bytes()[:-500])
     for mmap in (False, True):
-        with pytest.raises(RetrievalError, match="flat.index: not a readable FAISS index"):
+        with pytest.raises(RetrievalError, match="flat.index: .*not a readable"):
             index.open_index(path, mmap=mmap, encoder=TableEncoder({}))
     path.write_text("<html>not found</html>")
-    with pytest.raises(RetrievalError, match="not a readable FAISS index"):
+    with pytest.raises(RetrievalError, match="not a readable"):
         index.open_index(path, encoder=TableEncoder({}))
     faiss.write_index(faiss.IndexFlatL2(8), str(path))
     with pytest.raises(RetrievalError, match="inner product"):
         index.open_index(path, encoder=TableEncoder({}))
-    with pytest.raises(ValueError, match="'tree'.*flat, hnsw, sq8"):
+    with pytest.raises(ValueError, match="tree.*flat, hnsw, sq8"):
         index.make_index([unit_vectors(3)], "tree")
 
 
@@ -606,9 +604,7 @@ def test_a_longer_corpus_than_its_index_is_refused_with_both_numbers(tmp_path, t
     ]
     assert index.main([*arguments, "--device", "cpu"]) == 0
     write_corpus(corpus, make_passages(12))
-    with pytest.raises(
-        RetrievalError, match=r"10 rows but the corpus .*corpus\.jsonl has 12 passages"
-    ):
+    with pytest.raises(RetrievalError, match=r"10 rows.*corpus\.jsonl.*12 passages"):
         retriever.open_retriever(
             "e5",
             corpus=str(corpus),
@@ -616,7 +612,7 @@ def test_a_longer_corpus_than_its_index_is_refused_with_both_numbers(tmp_path, t
             model=tiny_bert,
             device="cpu",
         )
-    with pytest.raises(RetrievalError, match="retrieval.index is empty"):
+    with pytest.raises(RetrievalError, match="retrieval.index"):
         retriever.open_retriever("e5", corpus=str(corpus), model=tiny_bert)
 
 

@@ -125,12 +125,16 @@ def test_endless_and_greedy_functions_end_in_an_error(tmp_path, monkeypatch):
                     while True: pass
                 except BaseException: pass
         TOOLS = tools_by_name(
-            Tool("spin", "", {}, spin), Tool("stubborn", "", {}, stubborn), Tool("leave", "", {}, lambda: os._exit(0)),
-            Tool("sleep", "", {}, lambda: time.sleep(1000)), Tool("memory", "", {}, lambda: len(bytearray(2**40))),
+            Tool("spin", "", {}, spin),
+            Tool("stubborn", "", {}, stubborn),
+            Tool("leave", "", {}, lambda: os._exit(0)),
+            Tool("sleep", "", {}, lambda: time.sleep(1000)),
+            Tool("memory", "", {}, lambda: len(bytearray(2**40))),
             Tool("power", "", {"n": Parameter("integer")}, lambda n: n ** n ** n),
-            Tool("digits", "", {}, lambda: 10**100000), Tool("odd", "", {}, lambda: {1, 2}),
+            Tool("digits", "", {}, lambda: 10**100000),
+            Tool("odd", "", {}, lambda: {1, 2}),
             Tool("nan", "", {}, lambda: float("nan")),
-            Tool("chatty", "", {}, lambda: print("[\\"ok\\", 13]") or 7), Tool("quit", "", {}, lambda: sys.exit(3)),
+            Tool("chatty", "", {}, lambda: print("[\\"ok\\", 13]") or 7),
             Tool("fine", "", {}, lambda: "fine"),
         )
     """)

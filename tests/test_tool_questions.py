@@ -306,9 +306,7 @@ def test_pretraining_has_the_calls_of_training_in_fewer_sentences():
     few = tuple(sentence.split("{0}")[0] for sentence in questions._SENTENCES["pretraining"])
     assert all(item.question.text.startswith(few) for item in narrow)
     assert 0.4 < sum(not item.question.text.startswith(few) for item in wide) / 400 < 0.9
-    with pytest.raises(
-        ValueError, match="unknown split 'held-out': expected one of pretraining, train"
-    ):
+    with pytest.raises(ValueError, match="held-out.*pretraining, train"):
         questions.solved_questions("held-out", 1, 0)
 
 
@@ -327,8 +325,9 @@ def test_a_function_has_another_name_in_another_request_and_an_absent_one_has_no
             assert written and not set(functions) & set(written) and set(written) <= set(TOOLS)
             absent += 1
         else:
-            assert set(written) == {call["name"] for step in item.steps for call in parse_calls(step.argument)[0]
-                                    if step.action == "call"} <= set(offered)  # fmt: skip
+            made = [parse_calls(step.argument)[0] for step in item.steps if step.action == "call"]
+            called = {call["name"] for calls in made for call in calls}
+            assert set(written) == called <= set(offered)
     assert absent == 100 and sum(len(found) for found in names.values()) / len(names) > 6
 
 

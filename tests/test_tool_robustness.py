@@ -195,8 +195,7 @@ def test_a_request_without_functions_can_be_answered_and_judged(questions):
     environment.executor.close()
 
 
-# -- ToolMind
-# ------------------------------------------------------------------------------------------------------------
+# ToolMind
 
 VALUES = {
     "integer": st.integers(-(10**9), 10**9),
