@@ -101,11 +101,12 @@ def shortest_way(question: Question) -> list[int]:
     details = json.loads(question.details)
     world = FrozenLakeEnv(desc=details["rows"], is_slippery=False)
     start, _ = world.reset(seed=0)
-    ways: dict[int, list[int]] = {start: []}
+    ways: dict[int, list[int]] = {start: []}  # moves to each tile that was reached
     waiting = deque([start])
     while waiting:
         here = waiting.popleft()
         for move in range(4):
+            # One outcome per move, since the ice does not slip: (probability, tile, …).
             ((_, there, reward, terminated),) = world.P[here][move]
             if there not in ways:
                 ways[there] = [*ways[here], move]

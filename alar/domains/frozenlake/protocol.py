@@ -44,11 +44,8 @@ def moves_text(moves: Sequence[int]) -> str:
     return ", ".join(MOVES[move] for move in moves)
 
 
-class LakeForm:
+class LakeForm(protocol.SearchForm):
     """At most `moves_per_turn` moves in one turn; other actions are malformed and move nothing."""
-
-    opening = protocol.BLOCK_SEPARATOR
-    closing = ""
 
     def __init__(self, moves_per_turn: int = 5):
         if moves_per_turn < 1:
@@ -62,9 +59,6 @@ class LakeForm:
         opening, closing = Trusted("<|im_start|>"), Trusted("<|im_end|>\n<|im_start|>assistant\n")
         return opening, f"user\n{INSTRUCTION.format(limit=limit)}\n{question.text}\n", closing
 
-    def observation(self, text: str) -> Sequence[str]:
-        return (text,)
-
     def invalid(self, problem: str) -> str:
         return f"\n\n<information>Nothing moved: {problem}.</information>\n\n"
 
@@ -76,9 +70,6 @@ class LakeForm:
                 turn, action=None, argument="", well_formed=False, problem=turn.problem or problem
             )
         return turn
-
-    def action(self, name: str, argument: str) -> str:
-        return protocol.action_text(name, argument)
 
 
 def lake_observation(lake: str, remark: str = "") -> str:

@@ -146,13 +146,13 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict]]:
 
 def _from_rows(rows: Iterable[tuple[str, dict]], name: str) -> list[Question]:
     questions: list[Question] = []
-    seen: dict[str, str] = {}
+    seen: dict[str, str] = {}  # where each id stands
     for number, (where, record) in enumerate(rows):
         question = _question(record, name, number, where)
         if question.id in seen:
+            first = seen[question.id]
             raise DatasetError(
-                f"{where}: id: {question.id!r} was used before, at {seen[question.id]}; ids must be"
-                " unique"
+                f"{where}: id: {question.id!r} was used before, at {first}; ids must be unique"
             )
         seen[question.id] = where
         questions.append(question)
@@ -169,24 +169,27 @@ def _question(record: dict, name: str, number: int, where: str) -> Question:
     identity = str(number) if identity in (None, "") else str(identity)
     # Search-R1's merged set numbers the questions of each source from 0: ids need their source.
     origin = record.get("data_source") or name
-    kind = record.get("type") if isinstance(record.get("type"), str) else ""
-    return Question(
-        f"{origin}/{identity}", text.strip(), _answers(record, where), type=kind or origin
-    )
+    kind = record.get("type")
+    if not isinstance(kind, str) or not kind:
+        kind = origin
+    answers = _answers(record, where)
+    return Question(f"{origin}/{identity}", text.strip(), answers, type=kind)
 
 
 def _answers(record: dict, where: str) -> tuple[str, ...]:
-    field = next((field for field in ANSWER_FIELDS if record.get(field) is not None), None)
-    if field is None:
+    present = [field for field in ANSWER_FIELDS if record.get(field) is not None]
+    if not present:
         raise DatasetError(
             f"{where}: no answers: expected one of the fields {', '.join(ANSWER_FIELDS)}"
         )
+    field = present[0]
     value = record[field]
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(answer, str) for answer in values):
         raise DatasetError(
             f"{where}: {field}: expected a text or a list of texts, got {value!r:.80}"
         )
+    # Without blanks and repetitions, in the order of the file.
     answers = tuple(dict.fromkeys(answer.strip() for answer in values if answer.strip()))
     if not answers:
         raise DatasetError(

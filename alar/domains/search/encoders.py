@@ -73,6 +73,7 @@ class TfidfEncoder:
 
     def fit(self, texts: Sequence[str]) -> "TfidfEncoder":
         self._vectorizer.fit(texts)
+        # Passages and queries both carry this weight, so their product carries idf.
         self._vectorizer.idf_ = np.sqrt(self._vectorizer.idf_)
         vocabulary = self._vectorizer.get_feature_names_out()
         if len(vocabulary) > self.dimension:
@@ -84,6 +85,7 @@ class TfidfEncoder:
         if not self._fitted:
             self.fit(texts)
         passages = [Passage.from_contents("", contents) for contents in texts]
+        # Sparse (passages, vocabulary), every row of unit length.
         titles = self._vectorizer.transform([passage.title for passage in passages])
         bodies = self._vectorizer.transform([passage.text for passage in passages])
         return self._dense(self.title_weight * titles + (1 - self.title_weight) * bodies)
@@ -95,7 +97,7 @@ class TfidfEncoder:
 
     def _dense(self, matrix: scipy.sparse.csr_matrix) -> np.ndarray:
         if self._projection is not None:
-            matrix = matrix @ self._projection
+            matrix = matrix @ self._projection  # (texts, vocabulary) → (texts, dimension)
         return np.ascontiguousarray(matrix.toarray(), dtype=np.float32)
 
 

@@ -41,10 +41,12 @@ def make_index(blocks: Sequence[np.ndarray], kind: str = "flat") -> faiss.Index:
         raise ValueError(f"unknown kind of index {kind!r}: one of {', '.join(KINDS)}")
     index = faiss.index_factory(blocks[0].shape[1], KINDS[kind], faiss.METRIC_INNER_PRODUCT)
     if kind == "hnsw":
+        # Candidates that a new vector is compared with before it is linked.
         index.hnsw.efConstruction = HNSW_WIDTH
-    if not index.is_trained:
+    if not index.is_trained:  # sq8 has to know the range of each component
         step = -(-sum(len(block) for block in blocks) // TRAINING_ROWS)  # rounded up
         index.train(np.concatenate([block[::step] for block in blocks]))
+    # Block by block: memory-mapped blocks are then never in memory together.
     for block in blocks:
         index.add(np.ascontiguousarray(block))
     return index

@@ -235,6 +235,7 @@ def training_questions(
 
     `types` come in turn; without `types`, all of them.
     """
+    # Up to 1000 worlds of one seed, apart from those of any other.
     names = [f"counterfactual-{1000 * seed + number}" for number in range(worlds)]
     return _spread(names, count, seed, types or TYPES)
 

@@ -68,6 +68,7 @@ class SearchBatcher:
             queries = [query for asked, _, _ in batch for query in asked]
             largest = max(k for _, k, _ in batch)
             try:
+                # In a thread, so that requests of the next batch are accepted meanwhile.
                 hits = await asyncio.to_thread(self.retriever.search, queries, largest)
             except Exception as error:
                 # Any failure is that of these requests only: the server goes on.
@@ -94,7 +95,7 @@ class SearchBatcher:
 def create_app(
     retriever: Searcher, *, default_topk: int = 3, max_batch: int = 256, max_wait: float = 0.004
 ) -> FastAPI:
-    """The server around any object with `search(queries, k)`.
+    """The server around any retriever with `search(queries, k)` and `passages`.
 
     Invalid requests get status 422 with the field and the reason, a failed search gets 500 with its
     cause.

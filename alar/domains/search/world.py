@@ -146,6 +146,7 @@ def real_world() -> World:
         current = [entry for entry in dated if entry[2] is None]
         if name is None or len(code) != 2 or not current:
             continue
+        # Days are (year, month, day), which compare in order of time.
         latest = max(current, key=lambda entry: entry[1])
         earlier = [entry for entry in dated if entry[1] < latest[1] and entry[0] != latest[0]]
         replaced = max(earlier, key=lambda entry: entry[1]) if earlier else None

@@ -23,18 +23,13 @@ RAW_INSTRUCTION = "Reason step by step. End with: The answer is"
 EXCHANGE_END = Trusted("<|im_end|>\n")
 
 
-class TaggedForm:
+class TaggedForm(protocol.SearchForm):
     """One reasoning block, then `<answer>`, which ends the turn."""
 
-    opening = protocol.BLOCK_SEPARATOR
-    closing = ""
     stop = ("</answer>",)
 
     def prompt(self, question) -> Sequence[str]:
         return chat_turn(f"{TAGGED_INSTRUCTION}\nQuestion: {question.text}\n")
-
-    def observation(self, text: str) -> Sequence[str]:
-        return (text,)
 
     def invalid(self, problem: str) -> str:
         return (
@@ -44,9 +39,6 @@ class TaggedForm:
 
     def parse(self, text: str) -> Turn:
         return protocol.parse_turn(text, ("answer",))
-
-    def action(self, name: str, argument: str) -> str:
-        return protocol.action_text(name, argument)
 
 
 class RawForm:

@@ -116,6 +116,7 @@ def check_calls(
     problem = _shape_problem(calls)
     if problem:
         return _wrong(problem)
+    # The AST checker knows neither of these two kinds of categories.
     if "irrelevance" in category:
         return CheckResult(not calls, "" if not calls else "no call was right, but one was made")
     if category in ANY_CALL_CATEGORIES:

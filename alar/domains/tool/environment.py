@@ -74,6 +74,7 @@ def verdict(trajectory: Trajectory) -> CheckResult:
     if problem:
         return CheckResult(False, problem)
     checked = check_turns(calls, request_of(trajectory.question))
+    # BFCL has no final answers; the embedded requests have.
     accepted = [_spaced(answer) for answer in trajectory.question.answers]
     if checked.correct and accepted and _spaced(trajectory.prediction) not in accepted:
         said = trajectory.prediction[:80]
@@ -128,6 +129,7 @@ def _calls_made(trajectory: Trajectory) -> tuple[list[list[dict]], str]:
         return [], "no final answer"
     calls = []
     for turn in trajectory.turns:
+        # A missing block (mode "none") is forgiven; the calls still have to be valid.
         if not turn.well_formed and turn.mode != "none":
             return [], turn.problem
         if turn.action == "call":

@@ -107,6 +107,7 @@ class Executor:
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         )
+        # Ends the child with the executor, or with the interpreter.
         self._finalizer = weakref.finalize(self, _end, self._child)
         if self._line(self.startup) != b"ready":
             self.close()
@@ -159,7 +160,7 @@ def _serve(whitelist: str, cpu_seconds: float) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     except (ImportError, ValueError, OSError):
         pass  # this system has no such limit; time is limited all the same
-    sys.set_int_max_str_digits(5000)
+    sys.set_int_max_str_digits(5000)  # writing a number takes quadratic time
     answers = sys.stdout.buffer
     sys.stdout = sys.stderr  # nothing that a function prints may look like an answer
     answers.write(b"ready\n")

@@ -159,7 +159,7 @@ def computed(value: Any, slot: world.ArgumentSlot, rng: random.Random) -> tuple[
         return f"the day {days} days after {start}", arithmetic.later_text(start, days)
     if slot.kind != "integer" or not 10 <= value <= 999:
         return None
-    units = []
+    units = []  # the value as a number of weeks, years, …
     for words, factor in _UNITS:
         if value % factor == 0 and 2 <= value // factor <= 40:
             units.append((words, factor))
@@ -282,7 +282,7 @@ def _chain(draw: Draw) -> Solved | None:
     hard_turns = (0,) if inner.working else ()
     if draw.hard and not inner.working:  # then the second call has something to compute
         if slot.kind != "integer" or value + 2 > slot.high:
-            return None
+            return None  # nothing to add, or no room for it
         more = draw.rng.randint(2, min(slot.high - value, 99))
         working = f" {arithmetic.add_text(value, more)}."
         words = f"{more} more than {words}"
@@ -358,6 +358,7 @@ def _finish(
     `without`. The final answer states the results of `answered`.
     """
     rng = draw.rng
+    # Each function once, in the order of the calls.
     tools = list({call.tool.name: call.tool for turn in turns for call in turn}.values())
     others = [tool for tool in draw.offer.values() if tool is not without and tool not in tools]
     tools += rng.sample(others, rng.randint(*extra))

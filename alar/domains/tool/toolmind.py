@@ -83,6 +83,7 @@ def load_rows(
             continue
         if not wanted(row):
             continue
+        # Without `whole` all rows of one id are of one size, and the first stays.
         if row.id in kept:
             skipped["the same request as another row"] += 1
         if row.id not in kept or _size(row) > _size(kept[row.id]):
@@ -135,7 +136,7 @@ def read_row(record: dict, *, whole: bool = False) -> ToolMindRow:
 
 def read_function(tool: Any) -> dict:
     """A function in BFCL's form, unwrapped, with a usable name. Raises UnreadableRow."""
-    for _ in range(2):
+    for _ in range(2):  # some are wrapped twice
         if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
             tool = tool["function"]
     name = tool.get("name") if isinstance(tool, dict) else None
@@ -167,6 +168,7 @@ def usable_name(name: str) -> str:
 
 def split_of_row(row: ToolMindRow) -> str:
     """The split of a row: "train", "validation" or "test", the same for all rows of a group."""
+    # The group is a hash: its first digits are a place in [0, 1) that stays for ever.
     place, edge = int(row.group[:8], 16) / 16**8, 0.0
     for name, share in SPLITS:
         edge += share
@@ -185,6 +187,7 @@ def dense_score(calls: Sequence[dict], expected: Sequence[dict]) -> float:
     """
     if not expected:
         return 1.5 if not calls else -0.2
+    # Greedy: each expected call takes the first one left that matches.
     left, matched = list(calls), 0
     for wanted in expected:
         found = next((n for n, call in enumerate(left) if _matches(call, wanted)), None)
