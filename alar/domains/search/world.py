@@ -137,7 +137,6 @@ def _city_name(zone: str) -> str:
 def real_world() -> World:
     """The world of CLDR's facts."""
     english = Locale("en")
-    territory_languages = get_global("territory_languages")
     territories, codes = {}, {}
     for code, history in sorted(get_global("territory_currencies").items()):
         name = english.territories.get(code)
@@ -150,18 +149,9 @@ def real_world() -> World:
         latest = max(current, key=lambda entry: entry[1])
         earlier = [entry for entry in dated if entry[1] < latest[1] and entry[0] != latest[0]]
         replaced = max(earlier, key=lambda entry: entry[1]) if earlier else None
-        shares: dict[str, int] = {}
-        for language, entry in territory_languages.get(code, {}).items():
-            language_name = english.languages.get(language.split("_")[0])
-            share = round(entry["population_percent"])  # a few are above 100
-            if language_name and 1 <= share <= 100 and "(" not in language_name:
-                shares[language_name] = max(share, shares.get(language_name, 0))
-        ranked = sorted(shares.items(), key=lambda item: (-item[1], item[0]))
-        if len(ranked) > 1 and ranked[0][1] == ranked[1][1]:
-            ranked = ranked[:1]  # "the most spoken" must have one answer
         previous = (english.currencies[replaced[0]], replaced[1][0]) if replaced else None
         currency, since = english.currencies[latest[0]], latest[1][0]
-        territories[name] = Territory(name, currency, since, previous, tuple(ranked[:2]))
+        territories[name] = Territory(name, currency, since, previous, _spoken(code))
         codes[code] = name
     cities: dict[str, str] = {}
     for code, zones in sorted(get_global("territory_zones").items()):
@@ -171,6 +161,21 @@ def real_world() -> World:
             if code in codes and not titled:  # titles of passages are unique
                 cities.setdefault(city, codes[code])
     return World(REAL, territories, cities)
+
+
+def _spoken(code: str) -> tuple[tuple[str, int], ...]:
+    """The one or two most spoken languages of a territory, with their shares in percent."""
+    names = Locale("en").languages
+    shares: dict[str, int] = {}
+    for language, entry in get_global("territory_languages").get(code, {}).items():
+        name = names.get(language.split("_")[0])
+        share = round(entry["population_percent"])  # a few are above 100
+        if name and 1 <= share <= 100 and "(" not in name:
+            shares[name] = max(share, shares.get(name, 0))
+    ranked = sorted(shares.items(), key=lambda item: (-item[1], item[0]))
+    if len(ranked) > 1 and ranked[0][1] == ranked[1][1]:
+        ranked = ranked[:1]  # "the most spoken" must have one answer
+    return tuple(ranked[:2])
 
 
 @cache
