@@ -41,24 +41,21 @@ def load_questions(
 ) -> list[Question]:
     """Load a set by name ("nq", …, "nq_hotpotqa_train") or a local .jsonl, .json or .parquet file.
 
-    `hub` replaces the set's hub repository: another repository id, or a local folder with the same
-    layout (`<name>/<split>.jsonl`; `<split>.parquet` for nq_hotpotqa_train). `split` overrides the
-    default: the evaluation split of a published set, train of nq_hotpotqa_train. `limit` keeps that
-    many questions, those with the smallest hash of their id: always the same ones, and a smaller
-    sample is part of a larger one.
+    `hub` replaces the set's hub repository: another repository id, or the folder of a clone.
+    `split` overrides the default: the evaluation split of a published set, train of
+    nq_hotpotqa_train. `limit` keeps that many questions, those with the smallest hash of their id:
+    always the same ones, and a smaller sample is part of a larger one.
 
     Question ids start with the set's (or the file's) name, and `type` is that name unless a file
     has a `type` of its own, so that several sets can be evaluated together. Raises DatasetError.
     """
     name = str(source)
     if name in published_sizes:
-        questions = _published(
-            name, str(hub or FLASHRAG), name, (split,) if split else EVALUATION_SPLITS
-        )
+        splits = (split,) if split else EVALUATION_SPLITS
+        questions = _from_rows(hub_rows(str(hub or FLASHRAG), name, splits), name)
     elif name in ("nq_hotpotqa_train", SEARCH_R1_TRAIN):
-        questions = _published(
-            "nq_hotpotqa_train", str(hub or SEARCH_R1_TRAIN), None, (split or "train",)
-        )
+        rows = hub_rows(str(hub or SEARCH_R1_TRAIN), None, (split or "train",))
+        questions = _from_rows(rows, "nq_hotpotqa_train")
     elif Path(source).is_file():
         questions = _from_rows(read_rows(Path(source)), Path(source).stem)
     else:
@@ -67,21 +64,6 @@ def load_questions(
     if limit < 0:
         raise ValueError(f"limit must be 0 (all) or positive, got {limit}")
     return fixed_sample(questions, limit) if limit else questions
-
-
-def _published(name: str, hub: str, config: str | None, splits: Sequence[str]) -> list[Question]:
-    folder = Path(hub)
-    # A clone of the hub's repository has its card, which `datasets` reads; files that were fetched
-    # one by one have none.
-    if not folder.is_dir() or (folder / "README.md").exists():
-        return _from_rows(hub_rows(hub, config, splits), name)
-    folder = folder / (config or "")
-    for split in splits:
-        for path in (folder / f"{split}.jsonl", folder / f"{split}.parquet"):
-            if path.is_file():
-                return _from_rows(read_rows(path), name)
-    wanted = " or ".join(f"{split}.jsonl" for split in splits)
-    raise DatasetError(f"{folder}: no {wanted} here for the set {name}")
 
 
 def hub_rows(hub: str, config: str | None, splits: Sequence[str]) -> Iterator[tuple[str, dict]]:
@@ -94,8 +76,7 @@ def hub_rows(hub: str, config: str | None, splits: Sequence[str]) -> Iterator[tu
         # The library raises a dozen unrelated types when a hub cannot be reached or read.
         raise DatasetError(
             f"{hub} ({config}): cannot be loaded: {type(error).__name__}:"
-            f" {error}\nWithout a network, copy the set's files into a folder and give that folder"
-            " as `hub`, or give a JSONL file"
+            f" {error}\nWithout a network, give the set as a JSONL or Parquet file"
         ) from error
     split = next((split for split in splits if split in loaded), None)
     if split is None:
