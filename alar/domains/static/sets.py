@@ -179,6 +179,7 @@ def from_rows(rows: Iterable[tuple[str, dict]], name: str, format: Format) -> li
             raise DatasetError(f"{where}: the question is empty")
         details = {"scorer": format.scorer, "solution": found.solution, "subject": found.subject}
         written = json.dumps(details, ensure_ascii=False)
+        # Rows without an id are numbered.
         identity = f"{name}/{number if row.get('id') in (None, '') else row['id']}"
         questions.append(
             Question(identity, found.text.strip(), found.answers, name, details=written)

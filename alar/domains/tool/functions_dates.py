@@ -1,5 +1,4 @@
-"""Dates, calendars, time zones and internet addresses: datetime, calendar, zoneinfo, ipaddress.
-Dates are ISO texts."""
+"""Dates (as ISO texts), time zones, internet addresses: datetime, calendar, zoneinfo, ipaddress."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def _clock_elsewhere(date: str, time: str, zone: str, to: str) -> str:
 
 
 def _zone(name: str) -> ZoneInfo:
-    if name.startswith(("/", ".")):
+    if name.startswith(("/", ".")):  # a name becomes the path of a file to read
         raise ValueError(f"{name} is no time zone")
     return ZoneInfo(name)
 

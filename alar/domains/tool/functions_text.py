@@ -1,5 +1,4 @@
-"""Text, Unicode, codes and colours: str, string, textwrap, unicodedata, codecs, base64, zlib,
-difflib, posixpath, colorsys."""
+"""Text, Unicode, codes, paths and colours, by the modules that are imported here."""
 
 from __future__ import annotations
 

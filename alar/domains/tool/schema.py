@@ -112,6 +112,10 @@ class Tool:
 
 
 def tool(name: str, description: str, run: Callable[..., Any], **parameters: Parameter) -> Tool:
+    """A tool whose `run` takes arguments by these names.
+
+    Most functions of the standard library know no names or other ones, hence the many lambdas.
+    """
     return Tool(name, description, parameters, run)
 
 

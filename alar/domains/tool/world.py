@@ -133,24 +133,24 @@ def _clock(rng: random.Random) -> str:
     return f"{rng.randint(0, 23):02d}:{rng.randint(0, 59):02d}"
 
 
+# Values that several phrases draw.
 DAY = ArgumentSlot(
     lambda rng: (date(1950, 1, 1) + timedelta(rng.randrange(36524))).isoformat(), "date"
 )
-CLOCK, ZONE, ADDRESS, NETWORK = (
-    ArgumentSlot(_clock),
-    _one_of(*ZONES),
-    ArgumentSlot(_address),
-    ArgumentSlot(_network),
-)
-WORD, TEXT, LETTER, DIGITS = (
-    _text(1, 1),
-    _text(1, 2),
-    _one_of(*"aeinorst"),
-    ArgumentSlot(lambda rng: str(rng.randint(1, 9999))),
-)
-YEAR, MONTH, BYTE = _whole(1900, 2099), _whole(1, 12), _whole(0, 255)
+CLOCK = ArgumentSlot(_clock)
+ZONE = _one_of(*ZONES)
+ADDRESS = ArgumentSlot(_address)
+NETWORK = ArgumentSlot(_network)
+WORD = _text(1, 1)
+TEXT = _text(1, 2)
+LETTER = _one_of(*"aeinorst")
+DIGITS = ArgumentSlot(lambda rng: str(rng.randint(1, 9999)))
+YEAR = _whole(1900, 2099)
+MONTH = _whole(1, 12)
+BYTE = _whole(0, 255)
 VALUES = _list()
-CHARACTER, PATH = ArgumentSlot(_character), ArgumentSlot(_path)
+CHARACTER = ArgumentSlot(_character)
+PATH = ArgumentSlot(_path)
 
 
 def _phrase(
