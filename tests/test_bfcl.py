@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 
 from alar.domains.tool import bfcl
+from alar.evaluate.accuracy import accuracy_table
 
 ORACLE = {
     "simple_python": (400, 400),
@@ -290,7 +291,7 @@ def test_accuracy_is_given_per_category_and_as_their_unweighted_mean():
     results = pd.DataFrame(
         {"category": ["a"] * 80 + ["b"] * 20, "correct": [True] * 60 + [False] * 20 + [True] * 20}
     )
-    table = bfcl.accuracy_table(results).set_index("category")
+    table = accuracy_table(results).set_index("category")
     assert list(table.index) == ["a", "b", "macro"] and "overall" not in table.to_string()
     assert (
         table.loc["a", "accuracy"] == 0.75
@@ -300,4 +301,4 @@ def test_accuracy_is_given_per_category_and_as_their_unweighted_mean():
     spread = np.sqrt(0.75 * 0.25 / 80) / 2  # b does not vary
     assert table.loc["macro", "accuracy_high"] - 0.875 == pytest.approx(1.96 * spread, rel=0.2)
     with pytest.raises(ValueError, match="no results"):
-        bfcl.accuracy_table(results[:0])
+        accuracy_table(results[:0])

@@ -42,14 +42,12 @@ def test_training_questions_are_of_the_types_that_are_named_and_as_often(name):
         for q in domain.training_questions(12, worlds=2, seed=0, types=[first, second, second])
     ]
     assert (found.count(first), found.count(second)) == (4, 8)
-    with pytest.raises(
-        ValueError, match=f"unknown (question type|category) 'essay': expected one of {first}, "
-    ):
+    with pytest.raises(ValueError, match=f"essay.*{first}"):
         domain.training_questions(2, worlds=1, seed=0, types=["essay"])
 
 
 def test_an_unknown_domain_is_refused():
-    with pytest.raises(ValueError, match="'serch': expected one of search, tool"):
+    with pytest.raises(ValueError, match="serch.*search, tool"):
         catalogue.of("serch")
 
 
@@ -63,10 +61,7 @@ def test_calls_are_executed_only_where_their_functions_exist():
 
 
 def test_a_name_that_is_no_set_is_answered_with_those_that_are():
-    with pytest.raises(
-        ValueError,
-        match="simple_java: no set of the tool domain and no file; the sets are simple_python",
-    ):
+    with pytest.raises(ValueError, match="simple_java.*simple_python"):
         catalogue.of("tool").load_questions("simple_java")
 
 
@@ -98,7 +93,5 @@ def test_tool_questions_come_from_a_file_of_toolmind_rows(tmp_path):
     assert request_of(found[0]).truth[0][0]["add"]["a"] == [int(found[0].text.split()[1])]
     assert catalogue.of("tool").environment(found).final == ("answer", "call")
     path.write_text(json.dumps(rows[0] | {"tools": []}) + "\n")
-    with pytest.raises(
-        ValueError, match="no request of the train split; 0 rows could be read .no functions: 1."
-    ):
+    with pytest.raises(ValueError, match="train.*no functions: 1"):
         catalogue.of("tool").load_questions(path)

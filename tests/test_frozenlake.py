@@ -64,7 +64,7 @@ def test_shortest_ways_are_the_shortest():
     question = lake_question(MAP)
     assert len(shortest_way(question)) == 6
     assert drawing(MAP, 0) == question.text == "P _ _ _\n_ O _ O\n_ _ _ O\nO _ _ G"
-    with pytest.raises(ValueError, match="no way leads to the goal"):
+    with pytest.raises(ValueError, match="goal"):
         shortest_way(lake_question(["SH", "HG"]))
 
 

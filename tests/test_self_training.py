@@ -150,7 +150,7 @@ def test_rollouts_behind_exemplars_that_fill_their_room_fit_and_one_token_more_d
     asked = (
         validation_questions(2, worlds=1)
         if domain == "search"
-        else sets.load("arithmetic", limit=2)
+        else sets.load_questions("arithmetic", limit=2)
     )
     turns, sampling = (2 if domain == "search" else 1), Sampling(6, 1.0, stop=("never",))
     limits = LIMITS | {"max_turns": turns}
@@ -241,7 +241,7 @@ def test_direct_turns_keep_the_actions_and_are_well_formed(searched):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_direct_gold_answers_are_well_formed_and_right(tokenizer, form):
-    codec, questions = Codec(tokenizer), sets.load("arithmetic", "train", limit=4)
+    codec, questions = Codec(tokenizer), sets.load_questions("arithmetic", "train", limit=4)
     for question, example in zip(
         questions, st.direct_gold(questions, codec, FORMS[form]), strict=True
     ):

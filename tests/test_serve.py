@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from alar.domains.tool.protocol import TOOL
-from alar.domains.tool.requests import Request
+from alar.domains.tool.requests import ToolRequest
 from alar.engines.endpoint import Endpoint, EndpointEngine, EndpointError
 from alar.engines.serve import Server
 from alar.engines.tool_chat import tool_chat
@@ -383,7 +383,9 @@ def test_a_served_model_is_a_teacher_of_tool_rollouts(served):
         "parameters": {"type": "dict", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
     }
     asked = [
-        Request(({"role": "user", "content": text},), (function,), ((),), "simple").question(text)
+        ToolRequest(({"role": "user", "content": text},), (function,), ((),), "simple").question(
+            text
+        )
         for text in ("one", "two")
     ]
     requests = [

@@ -12,7 +12,7 @@ import pytest
 from alar.domains.tool import world
 from alar.domains.tool.execution import MAX_RESPONSE, Executor
 from alar.domains.tool.functions import TOOLS
-from alar.domains.tool.schema import table
+from alar.domains.tool.schema import tools_by_name
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_endless_and_greedy_functions_end_in_an_error(tmp_path, monkeypatch):
     (tmp_path / "unbounded_tools.py").write_text(
         textwrap.dedent("""
         import os, sys, time
-        from alar.domains.tool.schema import Parameter, Tool, table, integer
+        from alar.domains.tool.schema import Parameter, Tool, tools_by_name, integer
         def spin():
             while True: pass
         def stubborn():
@@ -124,13 +124,17 @@ def test_endless_and_greedy_functions_end_in_an_error(tmp_path, monkeypatch):
                 try:
                     while True: pass
                 except BaseException: pass
-        TOOLS = table(
-            Tool("spin", "", {}, spin), Tool("stubborn", "", {}, stubborn), Tool("leave", "", {}, lambda: os._exit(0)),
-            Tool("sleep", "", {}, lambda: time.sleep(1000)), Tool("memory", "", {}, lambda: len(bytearray(2**40))),
+        TOOLS = tools_by_name(
+            Tool("spin", "", {}, spin),
+            Tool("stubborn", "", {}, stubborn),
+            Tool("leave", "", {}, lambda: os._exit(0)),
+            Tool("sleep", "", {}, lambda: time.sleep(1000)),
+            Tool("memory", "", {}, lambda: len(bytearray(2**40))),
             Tool("power", "", {"n": Parameter("integer")}, lambda n: n ** n ** n),
-            Tool("digits", "", {}, lambda: 10**100000), Tool("odd", "", {}, lambda: {1, 2}),
+            Tool("digits", "", {}, lambda: 10**100000),
+            Tool("odd", "", {}, lambda: {1, 2}),
             Tool("nan", "", {}, lambda: float("nan")),
-            Tool("chatty", "", {}, lambda: print("[\\"ok\\", 13]") or 7), Tool("quit", "", {}, lambda: sys.exit(3)),
+            Tool("chatty", "", {}, lambda: print("[\\"ok\\", 13]") or 7),
             Tool("fine", "", {}, lambda: "fine"),
         )
     """)
@@ -186,7 +190,7 @@ def test_the_whitelist_is_large_bounded_and_of_the_standard_library():
         }
         assert imported <= sys.stdlib_module_names
     with pytest.raises(ValueError, match="share a name"):
-        table(TOOLS["gcd"], TOOLS["gcd"])
+        tools_by_name(TOOLS["gcd"], TOOLS["gcd"])
 
 
 def test_the_largest_arguments_that_the_schemas_allow_are_fast(executor):

@@ -11,7 +11,7 @@ from alar.domains.tool.environment import ToolEnvironment
 from alar.domains.tool.execution import Executor
 from alar.domains.tool.protocol import TOOL, calls_text, parse_calls, parse_turn, responses_text
 from alar.domains.tool.questions import solved_questions
-from alar.domains.tool.requests import Request, openai_tool, request_of
+from alar.domains.tool.requests import ToolRequest, openai_tool, request_of
 from alar.records import Question
 
 # The parts of Qwen3-4B-Thinking-2507's chat template (Apache 2.0) that concern tools, generation
@@ -46,7 +46,7 @@ def turn(action: str, block: str = "<think>so</think>") -> str:
     return f"{block}\n\n{action}"
 
 
-def render(tokenizer, request: Request, messages) -> str:
+def render(tokenizer, request: ToolRequest, messages) -> str:
     return tokenizer.apply_chat_template(
         messages,
         tools=[openai_tool(f) for f in request.functions],
@@ -61,7 +61,7 @@ def test_prompts_are_those_of_the_template_without_the_open_think_tag(tokenizer,
     for solved in solved_questions("train", 12, 0):
         request = request_of(solved.question)
         messages = [*system, *request.messages]
-        question = Request(
+        question = ToolRequest(
             tuple(messages), request.functions, request.truth, request.category
         ).question("x")
         assert "".join(TOOL.prompt(question)) + "<think>\n" == render(tokenizer, request, messages)
@@ -223,7 +223,7 @@ def test_ten_thousand_fuzzed_outputs_raise_nothing_and_run_only_what_is_offered_
             "parameters": {"type": "dict", "properties": {}, "required": []},
         },
     )
-    question: Question = Request(
+    question: Question = ToolRequest(
         ({"role": "user", "content": "?"},), functions, ((),), "irrelevance"
     ).question("x")
     outcomes = set()

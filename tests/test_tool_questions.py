@@ -11,11 +11,13 @@ import pandas as pd
 import pytest
 
 from alar import protocol
-from alar.domains.tool import arithmetic, bfcl, questions
+from alar.domains import arithmetic
+from alar.domains.tool import bfcl, questions
 from alar.domains.tool.environment import ToolEnvironment, check_turns, toolmind_score, verdict
 from alar.domains.tool.functions import TOOLS, own_name
 from alar.domains.tool.protocol import TOOL, calls_text, parse_calls
 from alar.domains.tool.requests import bfcl_request, request_of
+from alar.evaluate.accuracy import accuracy_table
 from alar.model import embedded
 from alar.records import Origin, Trajectory
 from alar.rl.reward import shaped_rewards
@@ -304,9 +306,7 @@ def test_pretraining_has_the_calls_of_training_in_fewer_sentences():
     few = tuple(sentence.split("{0}")[0] for sentence in questions._SENTENCES["pretraining"])
     assert all(item.question.text.startswith(few) for item in narrow)
     assert 0.4 < sum(not item.question.text.startswith(few) for item in wide) / 400 < 0.9
-    with pytest.raises(
-        ValueError, match="unknown split 'held-out': expected one of pretraining, train"
-    ):
+    with pytest.raises(ValueError, match="held-out.*pretraining, train"):
         questions.solved_questions("held-out", 1, 0)
 
 
@@ -325,8 +325,9 @@ def test_a_function_has_another_name_in_another_request_and_an_absent_one_has_no
             assert written and not set(functions) & set(written) and set(written) <= set(TOOLS)
             absent += 1
         else:
-            assert set(written) == {call["name"] for step in item.steps for call in parse_calls(step.argument)[0]
-                                    if step.action == "call"} <= set(offered)  # fmt: skip
+            made = [parse_calls(step.argument)[0] for step in item.steps if step.action == "call"]
+            called = {call["name"] for calls in made for call in calls}
+            assert set(written) == called <= set(offered)
     assert absent == 100 and sum(len(found) for found in names.values()) / len(names) > 6
 
 
@@ -435,7 +436,7 @@ def test_a_bfcl_evaluation_goes_on_where_it_was_interrupted(codec, tmp_path):
     spoilt = Scripted(codec, {0: [right[2], right[4]], 1: ["<think>so</think>\n\nno idea"]})
     table = evaluate_bfcl(spoilt, tmp_path, **settings)
     assert list(table["correct"]) == [True, True, True, False, True] and table["reason"][3]
-    assert bfcl.accuracy_table(table).set_index("category").loc["macro", "accuracy"] == 0.8
+    assert accuracy_table(table).set_index("category").loc["macro", "accuracy"] == 0.8
     again = evaluate_bfcl(engine([]), tmp_path, **settings)
     assert list(again["correct"]) == list(table["correct"])
     narrow = evaluate_bfcl(engine([]), tmp_path / "narrow", **settings, context=100)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from alar.domains.tool import bfcl
 from alar.domains.tool.environment import ToolEnvironment, check_turns, toolmind_score, verdict
 from alar.domains.tool.protocol import TOOL, calls_text, parse_calls, parse_turn
-from alar.domains.tool.requests import Request, bfcl_request
+from alar.domains.tool.requests import ToolRequest, bfcl_request
 from alar.domains.tool.toolmind import dense_score, load_rows, read_row
 from alar.records import Question, Trajectory, TurnRecord
 
@@ -118,7 +118,9 @@ def test_deeply_nested_arguments_are_wrong_not_fatal(value):
     function = {"name": "f", "description": "", "parameters": listed}
     truth = (({"f": {"x": [[1]]}},),)
     trajectory = judged(
-        Request(({"role": "user", "content": "x"},), (function,), truth, "multiple").question("x"),
+        ToolRequest(({"role": "user", "content": "x"},), (function,), truth, "multiple").question(
+            "x"
+        ),
         text,
     )
     assert not verdict(trajectory).correct and toolmind_score(trajectory) < 1.5
@@ -135,7 +137,9 @@ def test_a_score_without_expected_calls_follows_the_category():
         ("live_relevance", True, True),
         ("live_relevance", False, False),
     ):
-        question = Request(({"role": "user", "content": "x"},), (), None, category).question("x")
+        question = ToolRequest(({"role": "user", "content": "x"},), (), None, category).question(
+            "x"
+        )
         trajectory = judged(
             question,
             "<think>so</think>\n\n"
@@ -191,8 +195,7 @@ def test_a_request_without_functions_can_be_answered_and_judged(questions):
     environment.executor.close()
 
 
-# -- ToolMind
-# ------------------------------------------------------------------------------------------------------------
+# ToolMind
 
 VALUES = {
     "integer": st.integers(-(10**9), 10**9),

@@ -14,7 +14,7 @@ import pytest
 
 from alar.domains.tool.environment import toolmind_score
 from alar.domains.tool.protocol import TOOL, calls_text, parse_turn
-from alar.domains.tool.requests import Request
+from alar.domains.tool.requests import ToolRequest
 from alar.domains.tool.toolmind import call_key, load_rows, read_row
 from alar.engines.endpoint import REFUSALS, Endpoint, EndpointEngine, EndpointError
 from alar.engines.tool_chat import tool_chat
@@ -717,7 +717,7 @@ def test_contexts_go_out_as_the_messages_that_they_were_made_from(codec):
         {"role": "assistant", "content": "<tool_call>\n[1]\n</tool_call>"},
         {"role": "user", "content": "<tool_response>\nno\n</tool_response>"},
     )
-    question = Request(messages, tuple(functions), ((),), "multiple").question("x")
+    question = ToolRequest(messages, tuple(functions), ((),), "multiple").question("x")
     fields, read = tool_chat(codec.encode(TOOL.prompt(question)), codec)
     assert [tool["function"]["name"] for tool in fields["tools"]] == ["a_b_2", "a_b", "_"]
     assert all(tool["function"]["description"] == nasty for tool in fields["tools"])

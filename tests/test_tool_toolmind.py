@@ -8,7 +8,7 @@ import pytest
 from alar.domains.tool import toolmind
 from alar.domains.tool.environment import check_turns
 from alar.domains.tool.protocol import TOOL
-from alar.domains.tool.toolmind import dense_score, load_rows, read_function, read_row, split_of
+from alar.domains.tool.toolmind import dense_score, load_rows, read_function, read_row, split_of_row
 
 
 def call(name, **arguments):
@@ -139,7 +139,7 @@ def test_rows_of_one_conversation_stay_in_one_split():
     assert len(loaded.rows) == 800 and loaded.skipped == {"the same request as another row": 400}
     of_group = {}
     for row in loaded.rows:
-        of_group.setdefault(row.group, set()).add(split_of(row))
+        of_group.setdefault(row.group, set()).add(split_of_row(row))
     assert len(of_group) == 400 and all(len(splits) == 1 for splits in of_group.values())
     count = sum(splits == {"test"} for splits in of_group.values())
     assert 5 <= count <= 40, "about 5 % of the groups"

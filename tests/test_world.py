@@ -8,6 +8,7 @@ import pytest
 from babel import Locale
 from babel.core import get_global
 
+from alar.domains import arithmetic
 from alar.domains.search import questions
 from alar.domains.search.metrics import exact_match
 from alar.domains.search.world import counterfactual_world, real_world, world
@@ -79,7 +80,9 @@ def test_chains_of_thought_compute_what_they_say():
     rng = random.Random(6)
     for _ in range(500):
         a, b = sorted((rng.randint(1690, 2025), rng.randint(1690, 2025)), reverse=True)
-        columns = re.findall(r" (\d)(-1)?(\+10)?-(\d)=(\d)", questions.subtract_text(a, b))
+        columns = re.findall(
+            r" (\d)(-1)?(\+10)?-(\d)=(\d)", arithmetic.subtract_text(a, b, questions.YEAR_COLUMNS)
+        )
         assert len(columns) == 3
         digits = [
             int(top) - bool(paid) + 10 * bool(lent) - int(low)
@@ -88,7 +91,9 @@ def test_chains_of_thought_compute_what_they_say():
         assert digits == [int(result) for *_, result in columns]
         assert sum(digit * 10**place for place, digit in enumerate(digits)) == a - b
         a, b = rng.randint(1, 100), rng.randint(1, 100)
-        ones, tens = re.findall(r"(?:ones|tens) [\d+]+=(\d+)", questions.add_text(a, b))
+        ones, tens = re.findall(
+            r"(?:ones|tens) [\d+]+=(\d+)", arithmetic.add_text(a, b, questions.SHARE_COLUMNS)
+        )
         assert 10 * int(tens) + int(ones) % 10 == a + b
     assert questions.compare_text(1991, 1975) == "1=1, hundreds 9=9, tens 9>7, so 1991>1975"
 

@@ -1,9 +1,8 @@
-"""The two domains behind one interface, so that every notebook runs either: `of("search")`,
-`of("tool")`.
+"""The two domains behind one interface, so that a notebook runs either: `of("search" | "tool")`.
 
 A domain has questions in three splits, reads those of published sets and files, and makes the
-environment that answers the policy's actions and judges its trajectories. Deliberate: no domain
-knows of models or engines, so nothing of theirs is here.
+environment that answers the policy's actions and judges its trajectories. No domain knows of models
+or engines.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from typing import Protocol
 
 from alar import protocol
 from alar.domains.search import questions as search_questions
-from alar.domains.search import retriever
 from alar.domains.search.datasets import load_questions
 from alar.domains.search.environment import SearchEnvironment
+from alar.domains.search.retriever import open_retriever
 from alar.domains.search.world import REAL
 from alar.domains.tool import bfcl
 from alar.domains.tool import questions as tool_questions
@@ -28,10 +27,8 @@ from alar.domains.tool.requests import bfcl_request
 from alar.domains.tool.toolmind_files import load_questions as load_toolmind
 from alar.records import Environment, Question, Solved
 
-EMBEDDED = (
-    "real",
-    "validation",
-)  # the names, in `eval.sets`, of a domain's own splits: its test, and what choices are made on
+# The names, in `eval.sets`, of a domain's own splits: its test, and what choices are made on.
+EMBEDDED = ("real", "validation")
 
 
 class Domain(Protocol):
@@ -42,14 +39,19 @@ class Domain(Protocol):
     types: tuple[str, ...]
 
     def environment(self, asked: Sequence[Question] = (), **settings) -> Environment:
-        """What answers the actions of trajectories over these questions; `settings` are those of
-        section `retrieval` (search) and the `judge` (tool)."""
+        """What answers the actions of trajectories over these questions.
+
+        `settings` are those of the section `retrieval` (search) and `judge` (tool); each domain
+        ignores those of the other.
+        """
 
     def training_questions(
         self, count: int, *, worlds: int, seed: int, types: Sequence[str] = ()
     ) -> list[Question]:
-        """`types` come in turn, so that one which is named twice comes twice as often; all of them
-        without. Raises ValueError for an unknown one."""
+        """Questions whose `types` come in turn; a type named twice comes twice as often.
+
+        Without `types`, all of them. Raises ValueError for an unknown one.
+        """
 
     def validation_questions(self, count: int) -> list[Question]: ...
 
@@ -58,8 +60,10 @@ class Domain(Protocol):
     def load_questions(
         self, source: str | Path, *, limit: int = 0, test: bool = False
     ) -> list[Question]:
-        """Those of a published set or a file. `test` takes the held-out part of a source that is
-        split here."""
+        """The questions of a published set or a file.
+
+        `test` takes the held-out part of a source that has no splits of its own.
+        """
 
     def solved_questions(self, count: int, seed: int) -> list[Solved]:
         """Embedded questions with the expert's steps, the types in turn."""
@@ -72,7 +76,7 @@ class SearchDomain:
     test_questions = staticmethod(search_questions.test_questions)
 
     def load_questions(self, source, *, limit=0, test=False):
-        """Published sets have names that say which split they are; a file is taken whole."""
+        """A published set is one split, by its name; a file is taken whole."""
         return load_questions(source, limit=limit)
 
     def solved_questions(self, count, seed):
@@ -88,13 +92,12 @@ class SearchDomain:
         judge: str = "official",
         **retrieval,
     ) -> Environment:
-        """Without a corpus or a server every question is asked about its own embedded world.
-        Answers are judged in one way."""
+        """Without a corpus or a server every question is asked about its own embedded world."""
         if backend == "tfidf" and not corpus:
             return SearchEnvironment(topk=topk)
         given = {"backend": backend, "corpus": corpus, **retrieval}
         return SearchEnvironment(
-            retriever.build(**given), topk=topk, source=json.dumps(given, sort_keys=True)
+            open_retriever(**given), topk=topk, source=json.dumps(given, sort_keys=True)
         )
 
 
@@ -104,31 +107,30 @@ class ToolDomain:
     test_questions = staticmethod(tool_questions.test_questions)
 
     def environment(self, asked=(), *, judge: str = "official", **_) -> Environment:
-        """Calls are executed where all of `asked` are about the embedded functions; the others'
-        functions nobody here can run."""
-        embedded = {question.world in tool_questions.SPLITS for question in asked} or {True}
+        """Calls are executed where all of `asked` are about the embedded functions.
+
+        Nobody here can run the functions of BFCL and ToolMind.
+        """
+        embedded = {question.world in tool_questions.SPLITS for question in asked}
         if len(embedded) > 1:
             raise ValueError(
                 "some of these requests call functions that can be executed and some do not (BFCL,"
                 " ToolMind): ask them in two runs"
             )
-        return ToolEnvironment(execute=embedded == {True}, judge=judge)
+        return ToolEnvironment(execute=embedded != {False}, judge=judge)
 
     def training_questions(self, count, *, worlds=0, seed, types=()):
-        """There are no worlds to choose from: the functions are what they are."""
+        """`worlds` is not used: there is one set of functions."""
         return tool_questions.training_questions(count, seed=seed, types=types)
 
     def solved_questions(self, count, seed):
         return tool_questions.solved_questions("train", count, seed)
 
     def load_questions(self, source, *, limit=0, test=False):
-        """A category of BFCL, which is all test, or a split of ToolMind's rows in a file, a folder
-        or on the hub."""
+        """A category of BFCL, all test, or ToolMind's rows in a file, a folder or on the hub."""
         if str(source) in bfcl.ASKED_CATEGORIES:
-            found = [
-                bfcl_request(item).question(item.id, world="bfcl")
-                for item in bfcl.load_category(str(source))
-            ]
+            items = bfcl.load_category(str(source))
+            found = [bfcl_request(item).question(item.id, world="bfcl") for item in items]
         elif re.fullmatch(r"\w+", str(source)) and not Path(source).exists():
             raise ValueError(
                 f"{source}: no set of the tool domain and no file; the sets are"
@@ -141,7 +143,8 @@ class ToolDomain:
 
 def embedded_questions(domain: Domain, split: str, count: int) -> list[Question]:
     """At most `count` of a domain's own questions; `split` is a name in `EMBEDDED`."""
-    return {"real": domain.test_questions, "validation": domain.validation_questions}[split](count)
+    splits = {"real": domain.test_questions, "validation": domain.validation_questions}
+    return splits[split](count)
 
 
 _DOMAINS: dict[str, Domain] = {domain.name: domain for domain in (SearchDomain(), ToolDomain())}

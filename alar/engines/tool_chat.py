@@ -2,12 +2,13 @@
 
 A context goes out as the messages that its ids were made from: the system's text, the functions as
 `tools`, calls as `tool_calls`, responses as `tool` messages, one per call. Earlier turns go out
-without their reasoning, as chat APIs have it. An answer comes back as the text of a turn: its
+without their reasoning, as chat APIs expect. An answer comes back as the text of a turn: its
 reasoning, from `reasoning_content`, `reasoning` or an inline think block, then its calls or its
-words. What such a text lacks or has too much (no reasoning, words beside the calls) the parser of
-`alar.domains.tool.protocol` says.
+words. Whether that text is a well-formed turn is judged by the parser of
+`alar.domains.tool.protocol`.
 
-Functions whose names the API does not allow go out under other ones, which are put back.
+Functions whose names the API does not allow go out under other names, and come back under their
+own.
 """
 
 from __future__ import annotations
@@ -36,16 +37,22 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def tool_chat(ids: Sequence[int], codec: Codec) -> tuple[dict, Reading]:
-    """`messages` and `tools` of a context that ends where the assistant is to write, and how the
-    answer is read."""
+    """`messages` and `tools` of a context, and the function that reads the answer.
+
+    Raises Unrepresentable for a context that does not end where the assistant is to write.
+    """
     segments = _segments(ids, codec)
     if segments[-1:] != [("assistant", "")]:
         raise Unrepresentable("the context does not end where a turn begins")
-    system, tools = _system(segments.pop(0)[1]) if segments[0][0] == "system" else ("", [])
+    system, tools = "", []
+    if segments[0][0] == "system":
+        system, tools = _system(segments.pop(0)[1])
     sent = _names_sent([tool["function"]["name"] for tool in tools])
     for tool in tools:
         tool["function"]["name"] = sent[tool["function"]["name"]]
-    messages: list[dict] = [{"role": "system", "content": system}] if system else []
+    messages: list[dict] = []
+    if system:
+        messages.append({"role": "system", "content": system})
     unanswered: list[str] = []  # ids of the calls that the next message answers
     for role, text in segments[:-1]:
         if role == "assistant":
@@ -57,42 +64,45 @@ def tool_chat(ids: Sequence[int], codec: Codec) -> tuple[dict, Reading]:
             unanswered = []
         else:
             messages.append({"role": "user", "content": text})
-    fields = {"messages": messages} | ({"tools": tools} if tools else {})
-    return fields, partial(turn_text, names={given: name for name, given in sent.items()})
+    fields: dict[str, Any] = {"messages": messages}
+    if tools:
+        fields["tools"] = tools
+    return fields, partial(answer_text, names={given: name for name, given in sent.items()})
 
 
-def turn_text(message: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """The text of the turn that a message says; `names` are the functions' own ones by those that
-    were sent."""
+def answer_text(message: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """The text of the turn in a message. `names` maps names that were sent to the functions' own.
+
+    Raises Unrepresentable.
+    """
     content = _text(message.get("content"))
     reasoning = _text(message.get("reasoning_content")) or _text(message.get("reasoning"))
     if not reasoning:
         if protocol.THINK_CLOSE in content and not content.lstrip().startswith(protocol.THINK_OPEN):
-            content = protocol.THINK_OPEN + content  # the server's template had opened the block
+            # The server's template has opened the block in the prompt.
+            content = protocol.THINK_OPEN + content
         block = _BLOCK.match(content)
         if block:
             reasoning, content = block[1], content[block.end() :]
     calls = [_call(entry, names) for entry in message.get("tool_calls") or ()]
     try:
-        action = "\n".join(filter(None, [content.strip(), calls_text(calls)]))
-        text = (
-            f"{protocol.think_block(reasoning)}{protocol.BLOCK_SEPARATOR}{action}"
-            if reasoning
-            else action
-        )
+        text = "\n".join(filter(None, [content.strip(), calls_text(calls)]))
+    except RecursionError:
+        raise Unrepresentable("the arguments of a call are nested too deeply") from None
+    if reasoning:
+        text = f"{protocol.think_block(reasoning)}{protocol.BLOCK_SEPARATOR}{text}"
+    try:
         text.encode()
     except UnicodeEncodeError:
         raise Unrepresentable("the answer holds text that is no Unicode") from None
-    except RecursionError:
-        raise Unrepresentable(
-            "the arguments of a call in the answer are nested too deeply"
-        ) from None
     return text
 
 
 def _segments(ids: Sequence[int], codec: Codec) -> list[tuple[str, str]]:
-    """(role, text) of every message. Text from outside holds no special ids, so that nothing in it
-    can look like a border."""
+    """(role, text) of every message.
+
+    Text from outside is encoded without special ids, so that nothing in it looks like a border.
+    """
     opening, closing = codec.trusted("<|im_start|>"), codec.trusted("<|im_end|>")
     if len(opening) != 1 or len(closing) != 1:
         raise ValueError(
@@ -109,16 +119,18 @@ def _segments(ids: Sequence[int], codec: Codec) -> list[tuple[str, str]]:
             pieces[-1].append(token)
     found = []
     for piece in pieces:
-        role, _, text = codec.text(
-            piece[: piece.index(closing[0])] if closing[0] in piece else piece
-        ).partition("\n")
+        if closing[0] in piece:
+            piece = piece[: piece.index(closing[0])]
+        role, _, text = codec.text(piece).partition("\n")
         found.append((role, text))
     return found
 
 
 def _system(text: str) -> tuple[str, list[dict]]:
-    """The system's own text, and the functions below it: one JSON object a line, so that none can
-    hold the heading."""
+    """The system's own text, and the functions below it.
+
+    Each function is one line of JSON, so that none can hold the heading.
+    """
     system, heading, listed = text.rpartition(_HEAD)
     if not heading or not listed.endswith(f"\n</tools>{_FOOT}"):
         return text, []
@@ -128,7 +140,9 @@ def _system(text: str) -> tuple[str, list[dict]]:
 
 def _assistant(text: str, number: int, sent: Mapping[str, str]) -> dict:
     """A turn of the history; a malformed one goes out as the text that it is."""
-    text = _BLOCK.sub("", text, count=1) if _BLOCK.match(text) else text
+    block = _BLOCK.match(text)
+    if block:
+        text = text[block.end() :]
     calls, problem = parse_calls(text)
     if problem:
         return {"role": "assistant", "content": text}
@@ -155,9 +169,8 @@ def _responses(text: str, calls: Sequence[str]) -> list[dict]:
     bodies = text.removeprefix(start).removesuffix(end).split(f"{end}\n{start}")
     if not (text.startswith(start) and text.endswith(end)) or len(bodies) != len(calls):
         raise Unrepresentable("not as many responses as calls in a turn")
-    return [
-        {"role": "tool", "tool_call_id": call, "content": body} for call, body in zip(calls, bodies)
-    ]
+    pairs = zip(calls, bodies)
+    return [{"role": "tool", "tool_call_id": call, "content": body} for call, body in pairs]
 
 
 def _call(entry: Any, names: Mapping[str, str]) -> dict:
@@ -166,9 +179,8 @@ def _call(entry: Any, names: Mapping[str, str]) -> dict:
         raise Unrepresentable("a call in the answer has no name")
     arguments = function.get("arguments")
     try:
-        arguments = (
-            json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
-        )
+        if isinstance(arguments, str | None):
+            arguments = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         raise Unrepresentable("the arguments of a call in the answer are not JSON") from None
     if not isinstance(arguments, dict):
@@ -177,26 +189,23 @@ def _call(entry: Any, names: Mapping[str, str]) -> dict:
 
 
 def _text(content: Any) -> str:
-    """Text of a message's field: itself, or the text parts of it."""
+    """Text of a message's field, which may be a list of parts."""
     if isinstance(content, list):
-        return "".join(
-            part["text"]
-            for part in content
-            if isinstance(part, Mapping) and isinstance(part.get("text"), str)
-        )
+        parts = [part.get("text") for part in content if isinstance(part, Mapping)]
+        return "".join(part for part in parts if isinstance(part, str))
     return content if isinstance(content, str) else ""
 
 
 def _names_sent(names: Sequence[str]) -> dict[str, str]:
-    """Every function's name as the API allows it: letters, digits, _ and -, at most 64, no two
-    alike."""
+    """Each function's name as the API allows it: at most 64 letters, digits, _ and -; distinct."""
     sent = {name: name for name in names if _NAME.fullmatch(name)}
     for name in names:
-        if name not in sent:
-            plain, number = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:60] or "function", 1
-            candidate = plain
-            while candidate in sent.values():
-                number += 1
-                candidate = f"{plain}_{number}"
-            sent[name] = candidate
+        if name in sent:
+            continue
+        plain = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:60] or "function"
+        candidate, number = plain, 1
+        while candidate in sent.values():
+            number += 1
+            candidate = f"{plain}_{number}"
+        sent[name] = candidate
     return sent

@@ -22,6 +22,7 @@ from alar.domains.tool import bfcl
 from alar.domains.tool.environment import ToolEnvironment, verdict
 from alar.domains.tool.requests import bfcl_request
 from alar.engines.choice import ENGINES, opened_engine
+from alar.evaluate.accuracy import accuracy_table
 from alar.evaluate.systems import evaluate, question_table
 from alar.records import Question, Trajectory, read_trajectories, write_trajectories
 from alar.rollout.engine import Engine
@@ -52,7 +53,7 @@ def evaluate_bfcl(
     `folder` is the store of the shards. `checkpoint` is what the engine was opened on, a folder or
     a hub id; its content decides, with the settings, whether a shard is there already. `questions`
     limits each category to its first ones; `context` is the model's number of positions.
-    `bfcl.accuracy_table` turns the result into accuracies with intervals. Raises ValueError for the
+    `accuracy_table` turns the result into accuracies with intervals. Raises ValueError for the
     Java and JavaScript categories, whose prompts would have to ask for source text in place of JSON
     values.
     """
@@ -162,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    accuracy = bfcl.accuracy_table(table)
+    accuracy = accuracy_table(table)
     table.to_csv(options.results / "questions.csv", index=False)
     accuracy.to_csv(options.results / "accuracy.csv", index=False)
     print(accuracy.to_string(index=False, float_format="{:.3f}".format))

@@ -32,7 +32,7 @@ from transformers import (
 
 from alar import protocol
 from alar.domains.search import questions
-from alar.domains.search.retriever import build
+from alar.domains.search.retriever import open_retriever
 from alar.domains.search.world import world
 from alar.domains.tool.protocol import TOOL
 from alar.files import write_jsonl
@@ -115,7 +115,7 @@ def solved_texts(
 ) -> Iterator[tuple[str, list[SolvedTurn]]]:
     """(question, turns) of the questions whose passages the retriever finds."""
     solved = questions.solved_questions(world_name, count, seed, MIXTURE)
-    retriever = build("tfidf", passages=world(world_name).passages())
+    retriever = open_retriever("tfidf", passages=world(world_name).passages())
     queries = [step.argument for item in solved for step in item.steps if step.action == "search"]
     hits = iter(retriever.search(queries, topk))  # of all queries at once, in order
     for item in solved:

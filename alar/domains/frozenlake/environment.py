@@ -1,4 +1,4 @@
-"""The lake as an environment of the agent loop: moves are played, reaching the goal is being right."""
+"""The lake as an environment: moves are played, and a trajectory that reaches the goal is right."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from alar import protocol
 from alar.domains.frozenlake.lakes import Walk, drawing, walk
-from alar.domains.frozenlake.protocol import ACTION, LakeForm, observation_text, parse_moves
+from alar.domains.frozenlake.protocol import ACTION, LakeForm, lake_observation, parse_moves
 from alar.records import Observation, Question, Trajectory, TurnRecord
 
 
@@ -36,12 +36,10 @@ class FrozenLakeEnvironment:
 
     def walk(self, question: Question, turns: Iterable[protocol.Turn | TurnRecord]) -> Walk:
         """Where the moves of some turns lead, `max_moves` of them at most."""
-        moves = [
-            move
-            for turn in turns
-            if turn.action
-            for move in parse_moves(turn.argument, self.moves_per_turn)[0]
-        ]
+        moves = []
+        for turn in turns:
+            if turn.action:
+                moves += parse_moves(turn.argument, self.moves_per_turn)[0]
         return walk(question, moves[: self.max_moves])
 
     def _observe(self, question: Question, turns: Sequence[protocol.Turn]) -> Observation:
@@ -53,7 +51,5 @@ class FrozenLakeEnvironment:
             remark = "The ice has a hole here."
         elif walked.played == self.max_moves:
             remark = "No moves are left."
-        rows = json.loads(question.details)["rows"]
-        return Observation(
-            observation_text(drawing(rows, walked.position), remark), end="answer" if remark else ""
-        )
+        lake = drawing(json.loads(question.details)["rows"], walked.position)
+        return Observation(lake_observation(lake, remark), end="answer" if remark else "")

@@ -1,9 +1,8 @@
-"""Lakes as questions: random solvable maps, their drawing, their shortest ways, and the walk that
-some moves make.
+"""Lakes as questions: random solvable maps, their drawing, their shortest ways, and walks on them.
 
 A walk is a function of the question and the moves: `walk` plays them on a fresh gymnasium
-environment, seeded by the question, so that nothing needs to be kept between turns and the slips of
-a slippery lake are the same every time.
+environment, seeded by the question. Nothing needs to be kept between turns, and the slips of a
+slippery lake are the same every time.
 """
 
 from __future__ import annotations
@@ -23,8 +22,10 @@ _WALKER = {"H": "X", "G": "*"}  # elsewhere P
 
 @dataclass(frozen=True)
 class Walk:
-    """Where some moves led: the walker's tile number (row · columns + column), and how many moves
-    were played."""
+    """Where some moves led.
+
+    `position` is the walker's tile (row · columns + column), `played` the number of moves.
+    """
 
     position: int
     played: int
@@ -45,21 +46,21 @@ def lakes(
     slippery: bool = False,
     without: Collection[str] = (),
 ) -> list[Question]:
-    """`count` lakes, each solvable, a tile ice with probability `ice`. `without`: drawings that
-    must not be among them."""
+    """`count` solvable lakes, whose tiles are ice with probability `ice`.
+
+    `without` has drawings that must not be among them.
+    """
     questions, number, forbidden = [], 0, set(without)
     while len(questions) < count:
         lake_seed = seed * 1_000_003 + number
         number += 1
-        question = lake_question(
-            generate_random_map(size, ice, lake_seed), seed=lake_seed, slippery=slippery
-        )
+        rows = generate_random_map(size, ice, lake_seed)
+        question = lake_question(rows, seed=lake_seed, slippery=slippery)
         if question.text not in forbidden:
             questions.append(question)
         elif number > 100 * (count + 1):
             raise ValueError(
-                f"hardly a lake of size {size} is not in `without`: ask for fewer, or for larger"
-                " ones"
+                f"nearly all lakes of size {size} are in `without`: ask for fewer or larger ones"
             )
     return questions
 
@@ -72,7 +73,7 @@ def lake_question(rows: Sequence[str], *, seed: int = 0, slippery: bool = False)
 
 
 def drawing(rows: Sequence[str], position: int) -> str:
-    """The lake with the walker on it, a row a line, tiles apart by a space."""
+    """The lake with the walker on it: a line per row, a space between tiles."""
     width = len(rows[0])
     tiles = [[_TILES[tile] for tile in row] for row in rows]
     row, column = divmod(position, width)
@@ -93,16 +94,19 @@ def walk(question: Question, moves: Sequence[int]) -> Walk:
 
 
 def shortest_way(question: Question) -> list[int]:
-    """The fewest moves to the goal of a lake that is not slippery; of equally short ways the first
-    in gymnasium's order."""
+    """The fewest moves to the goal of a lake that is not slippery.
+
+    Of equally short ways, the first in gymnasium's order of moves.
+    """
     details = json.loads(question.details)
     world = FrozenLakeEnv(desc=details["rows"], is_slippery=False)
     start, _ = world.reset(seed=0)
-    ways: dict[int, list[int]] = {start: []}
+    ways: dict[int, list[int]] = {start: []}  # moves to each tile that was reached
     waiting = deque([start])
     while waiting:
         here = waiting.popleft()
         for move in range(4):
+            # One outcome per move, since the ice does not slip: (probability, tile, …).
             ((_, there, reward, terminated),) = world.P[here][move]
             if there not in ways:
                 ways[there] = [*ways[here], move]

@@ -1,5 +1,4 @@
-"""Surface form of a walk: one reasoning block, then a few moves; the lake comes back as an
-observation.
+"""Surface form of a walk: a reasoning block, then a few moves. The lake is the observation.
 
     \\n\\n<think>The way is right, down.</think>\\n\\n<action>right, down</action>
 
@@ -28,12 +27,14 @@ _SEPARATOR = re.compile(r"[\s,;]+|\|\|")
 
 
 def parse_moves(text: str, limit: int) -> tuple[list[int], str]:
-    """(moves, problem): gymnasium's numbers of the moves in `text`; ([], reason) unless all are
-    moves. Never raises."""
+    """(moves, problem) of a text; moves are gymnasium's numbers, and [] if any is not a move.
+
+    Never raises.
+    """
     words = [word.lower() for word in _SEPARATOR.split(text) if word]
-    unknown = next((word for word in words if word not in MOVES), None)
-    if unknown is not None:
-        return [], f"{unknown[:40]!r} is no move"
+    for word in words:
+        if word not in MOVES:
+            return [], f"{word[:40]!r} is no move"
     if not words or len(words) > limit:
         return [], f"{len(words)} moves in one turn, expected 1 to {limit}"
     return [MOVES.index(word) for word in words], ""
@@ -43,12 +44,8 @@ def moves_text(moves: Sequence[int]) -> str:
     return ", ".join(MOVES[move] for move in moves)
 
 
-class LakeForm:
-    """At most `moves_per_turn` moves in one turn; a turn with anything else in its action is
-    malformed and moves nothing."""
-
-    opening = protocol.BLOCK_SEPARATOR
-    closing = ""
+class LakeForm(protocol.SearchForm):
+    """At most `moves_per_turn` moves in one turn; other actions are malformed and move nothing."""
 
     def __init__(self, moves_per_turn: int = 5):
         if moves_per_turn < 1:
@@ -56,16 +53,11 @@ class LakeForm:
         self.moves_per_turn = moves_per_turn
 
     def prompt(self, question) -> Sequence[str]:
-        limit = (
-            "one move a turn"
-            if self.moves_per_turn == 1
-            else f"at most {self.moves_per_turn} moves a turn"
-        )
+        limit = f"at most {self.moves_per_turn} moves a turn"
+        if self.moves_per_turn == 1:
+            limit = "one move a turn"
         opening, closing = Trusted("<|im_start|>"), Trusted("<|im_end|>\n<|im_start|>assistant\n")
         return opening, f"user\n{INSTRUCTION.format(limit=limit)}\n{question.text}\n", closing
-
-    def observation(self, text: str) -> Sequence[str]:
-        return (text,)
 
     def invalid(self, problem: str) -> str:
         return f"\n\n<information>Nothing moved: {problem}.</information>\n\n"
@@ -79,10 +71,7 @@ class LakeForm:
             )
         return turn
 
-    def action(self, name: str, argument: str) -> str:
-        return protocol.action_text(name, argument)
 
-
-def observation_text(lake: str, remark: str = "") -> str:
+def lake_observation(lake: str, remark: str = "") -> str:
     remark = f"\n{remark}" if remark else ""
     return f"\n\n<information>{lake}{remark}</information>\n\n"

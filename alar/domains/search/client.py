@@ -1,33 +1,77 @@
 """Client of the retrieval server (`alar.domains.search.server`, or Search-R1's own).
 
-`HTTPRetriever.search` gives what `Retriever.search` gives. A server that is down, slow or broken is
-asked again with growing pauses; after that, and for any answer that is not whole, RetrievalError
-names the server, the cause and what to do. Nothing ever turns into empty documents: a policy
-trained on those learns that searching is useless.
+`HTTPRetriever.search` returns what `Retriever.search` returns. A server that is down, slow or
+broken is asked again after growing pauses. After that, and for any incomplete answer, a
+RetrievalError names the server, the cause and what to do. An error never becomes an empty list of
+passages: a policy trained on those would learn that searching is useless.
 """
 
 from collections.abc import Sequence
+from typing import Annotated
+
+import httpx
+from pydantic import BaseModel, Field, ValidationError
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from alar.domains.search.corpus import Hit, Passage, RetrievalError
-from alar.domains.search.json_client import JSONClient
+
+# A proxy from the environment cannot reach a server on this machine.
+_WITHOUT_PROXY = dict.fromkeys(["all://localhost", "all://127.0.0.1", "all://[::1]"])
 
 
-class HTTPRetriever(JSONClient):
-    """Search over HTTP. `timeout` is in seconds per attempt; a request is attempted 1 + `retries`
-    times."""
+class Document(BaseModel):
+    id: str | int
+    contents: Annotated[str, Field(pattern=r"\S")]  # at least one visible character
 
-    error = RetrievalError
-    service = "retrieval server"
-    parameter = "retrieval.url"
-    path = "/retrieve"
-    command = "python -m alar.domains.search.server --corpus … --index … --port …"
+
+class ScoredDocument(BaseModel):
+    document: Document
+    score: float
+
+
+class RetrieveAnswer(BaseModel):
+    """What `POST /retrieve` answers when it is asked for scores: one list per query, best first."""
+
+    result: list[list[ScoredDocument]]
+
+
+class _TemporaryFailure(Exception):
+    """No connection, a timeout, status 429 or 5xx, or an answer that is not JSON."""
+
+
+class HTTPRetriever:
+    """Search over HTTP.
+
+    `timeout` is in seconds per attempt. A request is attempted at most 1 + `retries` times, and the
+    first pause between attempts is `backoff` seconds long.
+    """
 
     def __init__(self, url: str, timeout: float = 60.0, retries: int = 4, backoff: float = 0.5):
-        super().__init__(url, timeout, retries, backoff)
+        self.url = url.strip().rstrip("/").removesuffix("/retrieve")
+        if not self.url.startswith(("http://", "https://")):
+            raise RetrievalError(
+                f"retrieval.url: {url!r} is not an address such as http://127.0.0.1:8000"
+            )
+        self.timeout = timeout
+        self.retries = retries
+        self._client = httpx.Client(
+            timeout=httpx.Timeout(timeout, connect=min(5.0, timeout)), mounts=_WITHOUT_PROXY
+        )
+        # Without jitter: tenacity draws it from the global `random`, and a retry would change the
+        # later draws of a run.
+        self._retrying = Retrying(
+            retry=retry_if_exception_type(_TemporaryFailure),
+            stop=stop_after_attempt(1 + retries),
+            wait=wait_exponential(multiplier=backoff, max=30),
+            reraise=True,
+        )
+
+    def health(self) -> dict:
+        """The answer to `GET /health`."""
+        return self._request("GET", "/health")
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """The best k passages of each query, best first, as the server found them. Raises
-        RetrievalError."""
+        """The best k passages of each query, best first. Raises RetrievalError."""
         if isinstance(queries, str):
             raise TypeError("queries must be a list of strings, not one string")
         if k < 1:
@@ -35,39 +79,53 @@ class HTTPRetriever(JSONClient):
         if not queries:
             return []
         body = {"queries": list(queries), "topk": k, "return_scores": True}
-        answer = self._request("POST", "/retrieve", json=body)
-        result = answer.get("result") if isinstance(answer, dict) else None
-        if not isinstance(result, list):
-            raise self._failure('the answer has no list "result"')
+        try:
+            result = RetrieveAnswer.model_validate(self._request("POST", "/retrieve", body)).result
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            place = ".".join(str(part) for part in problem["loc"])
+            raise self._failure(f"the answer is incomplete: {place}: {problem['msg']}") from error
         if len(result) != len(queries):
             raise self._failure(
-                f"{len(queries)} queries were sent but {len(result)} results came back"
+                f"{len(queries)} queries were sent, {len(result)} results came back"
             )
-        return [
-            [self._hit(item, query) for item in items[:k]]
-            for query, items in zip(queries, self._lists(result), strict=True)
-        ]
+        return [[_hit(found) for found in documents[:k]] for documents in result]
 
-    def _lists(self, result: list) -> list[list]:
-        for row, items in enumerate(result):
-            if not isinstance(items, list):
-                raise self._failure(f"result {row} is not a list of passages: {str(items)[:80]}")
-        return result
+    def _request(self, method: str, path: str, body: dict | None = None):
+        try:
+            return self._retrying(self._attempt, method, path, body)
+        except _TemporaryFailure as error:
+            raise self._failure(f"{error} ({1 + self.retries} attempts)") from error
 
-    def _hit(self, item: object, query: str) -> Hit:
-        document = item.get("document") if isinstance(item, dict) else None
-        if (
-            not isinstance(document, dict)
-            or not isinstance(document.get("contents"), str)
-            or "id" not in document
-        ):
+    def _attempt(self, method: str, path: str, body: dict | None):
+        try:
+            response = self._client.request(method, self.url + path, json=body)
+        except httpx.TimeoutException as error:
+            raise _TemporaryFailure(f"no answer within {self.timeout:g} s") from error
+        except httpx.TransportError as error:
+            raise _TemporaryFailure(f"no connection: {error}") from error
+        except httpx.InvalidURL as error:
+            raise self._failure(str(error)) from error
+        text = response.text[:300]
+        if response.status_code >= 500 or response.status_code == 429:
+            raise _TemporaryFailure(f"status {response.status_code}: {text}")
+        if response.status_code != 200:
             raise self._failure(
-                f'a passage for {query!r} has no "id" and "contents": {str(item)[:80]}'
+                f"the request was refused with status {response.status_code}: {text}"
             )
-        if not document["contents"].strip():
-            raise self._failure(f"the passage {document['id']!r} for {query!r} is empty")
-        if not isinstance(item.get("score"), (int, float)):
-            raise self._failure(f"the passage {document['id']!r} for {query!r} has no score")
-        return Hit(
-            Passage.from_contents(document["id"], document["contents"]), float(item["score"])
+        try:
+            return response.json()
+        except ValueError as error:
+            raise _TemporaryFailure(f"the answer is not JSON: {text[:80]!r}") from error
+
+    def _failure(self, cause: str) -> RetrievalError:
+        return RetrievalError(
+            f"retrieval server {self.url}: {cause}\nCheck that it runs (curl {self.url}/health),"
+            " start it with python -m alar.domains.search.server --corpus … --index … --port …, or"
+            " correct retrieval.url"
         )
+
+
+def _hit(found: ScoredDocument) -> Hit:
+    passage = Passage.from_contents(str(found.document.id), found.document.contents)
+    return Hit(passage, found.score)

@@ -6,19 +6,20 @@ million lines, so `Corpus` keeps only the byte offset of each line, memory-mappe
 written beside the corpus, and parses a line when it is asked for.
 """
 
+import contextlib
 import json
 import mmap
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from alar.files import replacing
+
 
 class RetrievalError(RuntimeError):
-    """Retrieval cannot go on: a corpus, an index or a server is missing, broken or does not fit the
-    others."""
+    """A corpus, an index or a server is missing, broken or does not fit the others."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,9 @@ class Hit:
 class Corpus(Sequence[Passage]):
     """A corpus on disk as a sequence of passages; row i is line i of the file, counted from 0.
 
-    The offsets are written beside the corpus (`<corpus>.offsets.npy`) so that only the first
-    opening reads the whole file; where that folder cannot be written they stay in memory (8 bytes a
-    line). They are made anew when the corpus has changed. Opening raises RetrievalError for a
-    missing, empty or cut-off file; a broken line is named when it is read.
+    The offsets of the lines are written beside the corpus (`<corpus>.offsets.npy`), so that only
+    the first opening reads the whole file. They are made anew when the corpus has changed. Opening
+    raises RetrievalError for a missing, empty or cut-off file; reading names a broken line.
     """
 
     def __init__(self, path: str | Path):
@@ -73,10 +73,9 @@ class Corpus(Sequence[Passage]):
                     f"{self.path}: the corpus is compressed; unpack it first (gunzip)"
                 )
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._offsets = (
-            self._open_offsets()
-        )  # (lines + 1,): where each line starts, and the end of the file
-        self[-1]
+        # Where each line starts, and the end of the file.
+        self._offsets = self._open_offsets()  # (lines + 1,)
+        self[-1]  # a download that was cut off shows in the last line
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -98,45 +97,38 @@ class Corpus(Sequence[Passage]):
             raise RetrievalError(
                 f"{where}: not a JSON object: {error}{end}; repair the line or fetch it again"
             ) from error
-        if (
-            not isinstance(record, dict)
-            or "id" not in record
-            or not isinstance(record.get("contents"), str)
-        ):
+        contents = record.get("contents") if isinstance(record, dict) else None
+        if not isinstance(contents, str) or "id" not in record:
             raise RetrievalError(
                 f'{where}: a passage needs "id" and "contents" (a string), got {line[:80]!r}'
             )
-        return Passage.from_contents(record["id"], record["contents"])
+        return Passage.from_contents(record["id"], contents)
 
     def _open_offsets(self) -> np.ndarray:
         cache = self.path.with_name(self.path.name + ".offsets.npy")
         if cache.exists() and cache.stat().st_mtime_ns >= self.path.stat().st_mtime_ns:
-            try:
+            # A damaged file is made anew.
+            with contextlib.suppress(ValueError, EOFError, IndexError):
                 offsets = np.load(cache, mmap_mode="r")
-                if (
-                    offsets.dtype == np.int64
-                    and offsets.ndim == 1
-                    and offsets[-1] == len(self._bytes)
-                ):
+                if offsets.dtype == np.int64 and offsets[-1] == len(self._bytes):
                     return offsets
-            except (ValueError, EOFError, IndexError):
-                pass  # a damaged cache is made anew below
         offsets = self._scan()
-        if not os.access(self.path.parent, os.W_OK):
-            return offsets
-        partial = cache.with_name(f"{cache.name}.{os.getpid()}.partial")
-        with partial.open("wb") as file:
-            np.save(file, offsets)
-        partial.replace(cache)
-        return np.load(cache, mmap_mode="r")
+        # In a folder that cannot be written, the offsets stay in memory.
+        with contextlib.suppress(OSError), replacing(cache) as aside:
+            with aside.open("wb") as file:
+                np.save(file, offsets)
+        return offsets
 
     def _scan(self, chunk: int = 1 << 24) -> np.ndarray:
+        """Offsets (lines + 1,) of all lines, found in pieces of `chunk` bytes."""
         starts = [np.zeros(1, dtype=np.int64)]
         for begin in range(0, len(self._bytes), chunk):
             block = np.frombuffer(self._bytes[begin : begin + chunk], dtype=np.uint8)
             starts.append(np.flatnonzero(block == ord("\n")) + begin + 1)
         offsets = np.concatenate(starts)
-        return offsets if offsets[-1] == len(self._bytes) else np.append(offsets, len(self._bytes))
+        if offsets[-1] != len(self._bytes):  # the last line has no newline
+            offsets = np.append(offsets, len(self._bytes))
+        return offsets
 
 
 def refuse_duplicate_ids(passages: Sequence[Passage]) -> None:

@@ -41,24 +41,21 @@ def load_questions(
 ) -> list[Question]:
     """Load a set by name ("nq", …, "nq_hotpotqa_train") or a local .jsonl, .json or .parquet file.
 
-    `hub` replaces the set's hub repository: another repository id, or a local folder with the same
-    layout (`<name>/<split>.jsonl`; `<split>.parquet` for nq_hotpotqa_train). `split` overrides the
-    default: the evaluation split of a published set, train of nq_hotpotqa_train. `limit` keeps that
-    many questions, those with the smallest hash of their id: always the same ones, and a smaller
-    sample is part of a larger one.
+    `hub` replaces the set's hub repository: another repository id, or the folder of a clone.
+    `split` overrides the default: the evaluation split of a published set, train of
+    nq_hotpotqa_train. `limit` keeps that many questions, those with the smallest hash of their id:
+    always the same ones, and a smaller sample is part of a larger one.
 
     Question ids start with the set's (or the file's) name, and `type` is that name unless a file
     has a `type` of its own, so that several sets can be evaluated together. Raises DatasetError.
     """
     name = str(source)
     if name in published_sizes:
-        questions = _published(
-            name, str(hub or FLASHRAG), name, (split,) if split else EVALUATION_SPLITS
-        )
+        splits = (split,) if split else EVALUATION_SPLITS
+        questions = _from_rows(hub_rows(str(hub or FLASHRAG), name, splits), name)
     elif name in ("nq_hotpotqa_train", SEARCH_R1_TRAIN):
-        questions = _published(
-            "nq_hotpotqa_train", str(hub or SEARCH_R1_TRAIN), None, (split or "train",)
-        )
+        rows = hub_rows(str(hub or SEARCH_R1_TRAIN), None, (split or "train",))
+        questions = _from_rows(rows, "nq_hotpotqa_train")
     elif Path(source).is_file():
         questions = _from_rows(read_rows(Path(source)), Path(source).stem)
     else:
@@ -66,45 +63,20 @@ def load_questions(
         raise DatasetError(f"{name}: neither a file nor a known set; known sets: {known}")
     if limit < 0:
         raise ValueError(f"limit must be 0 (all) or positive, got {limit}")
-    return sampled(questions, limit) if limit else questions
-
-
-def summary(name: str, questions: Sequence[Question]) -> str:
-    """One line: the size, and the published size of the set where it is another one."""
-    expected = published_sizes.get(name, len(questions))
-    note = "" if expected == len(questions) else f" (the published set has {expected:,})"
-    return f"{name}: {len(questions):,} questions{note}"
-
-
-def _published(name: str, hub: str, config: str | None, splits: Sequence[str]) -> list[Question]:
-    folder = Path(hub)
-    if (
-        folder.is_dir() and not (folder / "README.md").exists()
-    ):  # files fetched one by one, without the hub's card
-        folder = folder / config if config else folder
-        for split in splits:
-            for path in (folder / f"{split}.jsonl", folder / f"{split}.parquet"):
-                if path.is_file():
-                    return _from_rows(read_rows(path), name)
-        raise DatasetError(
-            f"{folder}: no {' or '.join(f'{split}.jsonl' for split in splits)} here for the set"
-            f" {name}"
-        )
-    return _from_rows(hub_rows(hub, config, splits), name)
+    return fixed_sample(questions, limit) if limit else questions
 
 
 def hub_rows(hub: str, config: str | None, splits: Sequence[str]) -> Iterator[tuple[str, dict]]:
+    """(where, record) of each row in the first of `splits` that the hub's set has."""
     import datasets
 
     try:
         loaded = datasets.load_dataset(hub, config)
-    except (
-        Exception
-    ) as error:  # the library raises a dozen unrelated types when a hub cannot be reached or read
+    except Exception as error:
+        # The library raises a dozen unrelated types when a hub cannot be reached or read.
         raise DatasetError(
-            f"{hub}{f' ({config})' if config else ''}: cannot be loaded: {type(error).__name__}:"
-            f" {error}\nWithout a network, copy the set's files into a folder and give that folder"
-            " as `hub`, or give a JSONL file"
+            f"{hub} ({config}): cannot be loaded: {type(error).__name__}:"
+            f" {error}\nWithout a network, give the set as a JSONL or Parquet file"
         ) from error
     split = next((split for split in splits if split in loaded), None)
     if split is None:
@@ -116,8 +88,10 @@ def hub_rows(hub: str, config: str | None, splits: Sequence[str]) -> Iterator[tu
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict]]:
-    """(where, record) of each row; `where` is file:line for JSON lines and "file, row n" for
-    Parquet, counted from 1."""
+    """(where, record) of each row.
+
+    `where` is file:line for JSON lines and "file, row n" for Parquet, both counted from 1.
+    """
     if path.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet
@@ -153,13 +127,13 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict]]:
 
 def _from_rows(rows: Iterable[tuple[str, dict]], name: str) -> list[Question]:
     questions: list[Question] = []
-    seen: dict[str, str] = {}
+    seen: dict[str, str] = {}  # where each id stands
     for number, (where, record) in enumerate(rows):
         question = _question(record, name, number, where)
         if question.id in seen:
+            first = seen[question.id]
             raise DatasetError(
-                f"{where}: id: {question.id!r} was used before, at {seen[question.id]}; ids must be"
-                " unique"
+                f"{where}: id: {question.id!r} was used before, at {first}; ids must be unique"
             )
         seen[question.id] = where
         questions.append(question)
@@ -174,27 +148,29 @@ def _question(record: dict, name: str, number: int, where: str) -> Question:
         raise DatasetError(f"{where}: question: expected a text, got {text!r}")
     identity = record.get("id", record.get("_id"))
     identity = str(number) if identity in (None, "") else str(identity)
-    # Search-R1's merged set numbers the questions of each source from 0, so ids repeat without
-    # their source.
+    # Search-R1's merged set numbers the questions of each source from 0: ids need their source.
     origin = record.get("data_source") or name
-    kind = record.get("type") if isinstance(record.get("type"), str) else ""
-    return Question(
-        f"{origin}/{identity}", text.strip(), _answers(record, where), type=kind or origin
-    )
+    kind = record.get("type")
+    if not isinstance(kind, str) or not kind:
+        kind = origin
+    answers = _answers(record, where)
+    return Question(f"{origin}/{identity}", text.strip(), answers, type=kind)
 
 
 def _answers(record: dict, where: str) -> tuple[str, ...]:
-    field = next((field for field in ANSWER_FIELDS if record.get(field) is not None), None)
-    if field is None:
+    present = [field for field in ANSWER_FIELDS if record.get(field) is not None]
+    if not present:
         raise DatasetError(
             f"{where}: no answers: expected one of the fields {', '.join(ANSWER_FIELDS)}"
         )
+    field = present[0]
     value = record[field]
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(answer, str) for answer in values):
         raise DatasetError(
             f"{where}: {field}: expected a text or a list of texts, got {value!r:.80}"
         )
+    # Without blanks and repetitions, in the order of the file.
     answers = tuple(dict.fromkeys(answer.strip() for answer in values if answer.strip()))
     if not answers:
         raise DatasetError(
@@ -203,7 +179,9 @@ def _answers(record: dict, where: str) -> tuple[str, ...]:
     return answers
 
 
-def sampled(questions: list[Question], limit: int) -> list[Question]:
+def fixed_sample(questions: list[Question], limit: int) -> list[Question]:
+    """The `limit` questions whose ids have the smallest hashes, in their order in `questions`."""
+
     def position(i: int) -> str:
         return hashlib.blake2b(questions[i].id.encode(), digest_size=16).hexdigest()
 

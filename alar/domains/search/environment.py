@@ -1,79 +1,71 @@
-"""The search domain as an environment: a search returns passages of the question's world, an answer
-is judged by EM."""
+"""The search domain as an environment.
+
+A search returns passages of the question's world; an answer is judged by exact match.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 
 from alar import protocol
-from alar.domains.search.corpus import RetrievalError
+from alar.domains.search.corpus import Hit, RetrievalError
 from alar.domains.search.metrics import exact_match
-from alar.domains.search.retriever import Searcher, build
+from alar.domains.search.retriever import Searcher, open_retriever
 from alar.domains.search.world import world
 from alar.records import Observation, Question, Trajectory
 
+MAX_CHARACTERS = 500  # of a passage that the policy reads
+
+
+@lru_cache(maxsize=8)  # an index takes 16 MB, and questions of one world come together
+def _world_searcher(name: str) -> Searcher:
+    return open_retriever("tfidf", passages=world(name).passages())
+
 
 class SearchEnvironment:
-    """`searcher` serves every question; without one, each question's own embedded world is
-    searched.
+    """`searcher` serves every question; without one, each question's embedded world is searched.
 
-    `topk` passages come back, each cut to `max_characters`. `source` tells one searcher from
-    another where results are compared.
+    `topk` passages come back. `source` tells one searcher from another where results are compared.
     """
 
     form = protocol.SEARCH
     final = ("answer",)
     stop = protocol.SEARCH_STOPS
 
-    def __init__(
-        self,
-        searcher: Searcher | None = None,
-        *,
-        topk: int = 2,
-        max_characters: int = 500,
-        kept_worlds: int = 8,
-        source: str = "",
-    ):
-        self.searcher, self.topk, self.max_characters, self.source = (
-            searcher,
-            topk,
-            max_characters,
-            source,
-        )
-        self.kept_worlds = kept_worlds
-        self._worlds: OrderedDict[str, Searcher] = OrderedDict()
-
-    def _searcher(self, name: str) -> Searcher:
-        if self.searcher is not None:
-            return self.searcher
-        if not name:
-            raise RetrievalError(
-                "a question without a world of its own needs a corpus: set retrieval.backend with"
-                " retrieval.corpus and retrieval.index, or with the url of a server"
-            )
-        if name not in self._worlds:
-            self._worlds[name] = build("tfidf", passages=world(name).passages())
-            while len(self._worlds) > self.kept_worlds:
-                self._worlds.popitem(last=False)
-        self._worlds.move_to_end(name)
-        return self._worlds[name]
+    def __init__(self, searcher: Searcher | None = None, *, topk: int = 2, source: str = ""):
+        self.searcher = searcher
+        self.topk = topk
+        self.source = source
 
     def observe(self, steps: Sequence[tuple[Question, protocol.Turn]]) -> list[Observation]:
+        # One search for all questions of a world: encoding is cheaper for many queries at once.
         by_world: dict[str, list[int]] = {}
         for index, (question, _) in enumerate(steps):
             by_world.setdefault(question.world, []).append(index)
         observations: dict[int, Observation] = {}
         for name, indices in by_world.items():
-            hits = self._searcher(name).search([steps[i][1].argument for i in indices], self.topk)
-            for i, found in zip(indices, hits):
-                passages = [
-                    (hit.passage.title, hit.passage.text[: self.max_characters]) for hit in found
-                ]
-                observations[i] = Observation(
-                    protocol.observation_text(passages), tuple(title for title, _ in passages)
-                )
-        return [observations[i] for i in range(len(steps))]
+            queries = [steps[index][1].argument for index in indices]
+            hits = self._searcher(name).search(queries, self.topk)
+            for index, found in zip(indices, hits):
+                observations[index] = _observation(found)
+        return [observations[index] for index in range(len(steps))]
 
     def correct(self, trajectory: Trajectory) -> bool:
         return exact_match(trajectory.prediction, trajectory.question.answers)
+
+    def _searcher(self, world_name: str) -> Searcher:
+        if self.searcher is not None:
+            return self.searcher
+        if not world_name:
+            raise RetrievalError(
+                "a question without a world of its own needs a corpus: set retrieval.backend with"
+                " retrieval.corpus and retrieval.index, or with the url of a server"
+            )
+        return _world_searcher(world_name)
+
+
+def _observation(hits: Sequence[Hit]) -> Observation:
+    passages = [(hit.passage.title, hit.passage.text[:MAX_CHARACTERS]) for hit in hits]
+    titles = tuple(title for title, _ in passages)
+    return Observation(protocol.observation_text(passages), titles)

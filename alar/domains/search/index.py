@@ -1,25 +1,24 @@
-"""FAISS index files: build one from a corpus, open one, and the command for the first.
+"""FAISS index files: build one from a corpus, open one, and the command that builds.
 
-    python -m alar.domains.search.index --corpus wiki-18.jsonl --index e5_Flat.index --kind flat
-    --model intfloat/e5-base-v2
+    python -m alar.domains.search.index --corpus wiki-18.jsonl --index e5_Flat.index
 
-Row i of an index is line i of its corpus, scores are inner products: the files of Search-R1 and
-FlashRAG open as they are. Encoding takes hours on a large corpus, so the vectors go to a scratch
-file beside the index and a killed build goes on from the last finished block. Kinds, with the size
-of wiki-18 (21 M passages, dimension 768):
+Row i of an index is line i of its corpus, and scores are inner products, as in the files of
+Search-R1 and FlashRAG, which open as they are. Encoding a large corpus takes hours, so every
+finished block of vectors is a file of its own and a killed build goes on with the next block.
+Kinds, with the size for wiki-18 (21 M passages, dimension 768):
 
     flat   exact, 62 GB
-    hnsw   approximate and fast, flat's size and 5 GB of links
+    hnsw   approximate and fast, the size of flat and 5 GB of links
     sq8    exact search over 8-bit components, 16 GB
 
-Any of them is built in memory of its own size; opened with `mmap` it is read from disk page by
-page. Beside the index stands `<index>.json`, which says what encoder made it; an index without it
-is taken on trust.
+An index is built in memory. Opened with `mmap` it is read from disk page by page. The file
+`<index>.json` beside it names its encoder; an index without that file is trusted.
 """
 
 import argparse
+import hashlib
 import json
-import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,24 +28,27 @@ import numpy as np
 
 from alar.domains.search.corpus import Corpus, RetrievalError
 from alar.domains.search.encoders import E5Encoder, Encoder
+from alar.files import replacing, write_json
 
 KINDS = {"flat": "Flat", "hnsw": "HNSW32,Flat", "sq8": "SQ8"}
+TRAINING_ROWS = 131_072  # that sq8 takes its ranges from
+HNSW_WIDTH = 128  # candidates while building and while searching; more is slower and more exact
 
 
-def make_index(
-    vectors: np.ndarray, kind: str = "flat", *, ef_construction: int = 128, block: int = 65536
-) -> faiss.Index:
-    """Index float32 `vectors` [n, dimension] by inner product; `vectors` may be memory-mapped."""
+def make_index(blocks: Sequence[np.ndarray], kind: str = "flat") -> faiss.Index:
+    """Index blocks of float32 vectors, each [rows, dimension], by inner product."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind of index {kind!r}: one of {', '.join(KINDS)}")
-    index = faiss.index_factory(vectors.shape[1], KINDS[kind], faiss.METRIC_INNER_PRODUCT)
+    index = faiss.index_factory(blocks[0].shape[1], KINDS[kind], faiss.METRIC_INNER_PRODUCT)
     if kind == "hnsw":
-        index.hnsw.efConstruction = ef_construction
-    if not index.is_trained:
-        spread = np.linspace(0, len(vectors) - 1, min(len(vectors), 2 * block)).astype(np.int64)
-        index.train(np.ascontiguousarray(vectors[spread], dtype=np.float32))
-    for start in range(0, len(vectors), block):
-        index.add(np.ascontiguousarray(vectors[start : start + block], dtype=np.float32))
+        # Candidates that a new vector is compared with before it is linked.
+        index.hnsw.efConstruction = HNSW_WIDTH
+    if not index.is_trained:  # sq8 has to know the range of each component
+        step = -(-sum(len(block) for block in blocks) // TRAINING_ROWS)  # rounded up
+        index.train(np.concatenate([block[::step] for block in blocks]))
+    # Block by block: memory-mapped blocks are then never in memory together.
+    for block in blocks:
+        index.add(np.ascontiguousarray(block))
     return index
 
 
@@ -56,78 +58,52 @@ def build_index(
     path: str | Path,
     *,
     kind: str = "flat",
-    block: int = 4096,
+    block: int = 16384,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Encode `corpus` in blocks, index it and write `path` and `path`.json; returns the path.
+    """Encode `corpus` in blocks of passages, index it, write `path` and `path`.json; return `path`.
 
-    A build that was stopped goes on from its last finished block, if corpus and encoder are the
-    same; else RetrievalError names the scratch file to delete. `progress(done, total)` is called
-    after each block.
+    A build that was stopped goes on after its last finished block if corpus, encoder and block size
+    are the same; otherwise it starts anew. `progress(done, total)` is called after each block.
     """
     path = Path(path)
-    if kind not in KINDS:
-        raise ValueError(f"unknown kind of index {kind!r}: one of {', '.join(KINDS)}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    vectors, scratch, state_file = _encode_resumably(corpus, encoder, path, block, progress)
-    index = make_index(vectors, kind)
-    partial = path.with_name(path.name + ".partial")
-    faiss.write_index(index, str(partial))
-    facts = {
-        "encoder": encoder.name,
-        "kind": kind,
-        "rows": len(corpus),
-        "dimension": index.d,
-        "corpus": corpus.path.name,
-    }
-    _write_json(_facts_file(path), facts)
-    partial.replace(path)
-    del vectors  # unmaps the scratch file before it goes
-    scratch.unlink()
-    state_file.unlink()
+    scratch = path.with_name(f"{path.name}.{_encoding_key(corpus, encoder, block)}.blocks")
+    files = []
+    for start in range(0, len(corpus), block):
+        passages = corpus[start : start + block]
+        file = scratch / f"{start:012d}.npy"
+        if not file.exists():
+            vectors = encoder.encode_passages([passage.contents for passage in passages])
+            with replacing(file) as aside, aside.open("wb") as stream:
+                np.save(stream, vectors)
+        files.append(file)
+        if progress:
+            progress(start + len(passages), len(corpus))
+    index = make_index([np.load(file, mmap_mode="r") for file in files], kind)
+    facts = {"encoder": encoder.name, "kind": kind, "rows": len(corpus), "corpus": corpus.path.name}
+    write_json(_facts_file(path), facts)
+    with replacing(path) as aside:
+        faiss.write_index(index, str(aside))
+    # Only now, so that a wrong option never throws away hours of somebody's encoding.
+    for left in path.parent.glob(f"{path.name}.*.blocks"):
+        shutil.rmtree(left)
     return path
 
 
-def _encode_resumably(
-    corpus: Corpus,
-    encoder: Encoder,
-    path: Path,
-    block: int,
-    progress: Callable[[int, int], None] | None,
-) -> tuple[np.ndarray, Path, Path]:
-    scratch = path.with_name(path.name + ".vectors.npy")
-    state_file = path.with_name(path.name + ".progress.json")
-    job = {"encoder": encoder.name, "rows": len(corpus), "bytes": corpus.path.stat().st_size}
-    done, vectors = 0, None
-    if state_file.exists() and scratch.exists():
-        state = json.loads(state_file.read_text())
-        done = state.pop("done")
-        if state != job:
-            raise RetrievalError(
-                f"{scratch}: left by a build with another corpus or encoder ({state}, now {job}); "
-                f"delete it and {state_file.name} to start again"
-            )
-        vectors = np.load(scratch, mmap_mode="r+")
-    for start in range(done, len(corpus), block):
-        encoded = encoder.encode_passages(
-            [passage.contents for passage in corpus[start : start + block]]
-        )
-        if vectors is None:
-            shape = (len(corpus), encoded.shape[1])
-            vectors = np.lib.format.open_memmap(scratch, mode="w+", dtype=np.float32, shape=shape)
-        vectors[start : start + len(encoded)] = encoded
-        vectors.flush()
-        _write_json(state_file, job | {"done": start + len(encoded)})
-        if progress:
-            progress(start + len(encoded), len(corpus))
-    return vectors, scratch, state_file
+def _encoding_key(corpus: Corpus, encoder: Encoder, block: int) -> str:
+    """What the encoded blocks of a build depend on.
+
+    The size stands for the content of the corpus: reading 14 GB only to hash them takes minutes.
+    """
+    facts = [encoder.name, len(corpus), corpus.path.stat().st_size, block]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 
-def open_index(
-    path: str | Path, *, encoder: Encoder | None = None, mmap: bool = False, ef_search: int = 128
-) -> faiss.Index:
-    """Read an inner-product index; RetrievalError if it is missing, damaged, of another metric or
-    another encoder's."""
+def open_index(path: str | Path, *, encoder: Encoder, mmap: bool = False) -> faiss.Index:
+    """Read an inner-product index.
+
+    Raises RetrievalError if it is missing, damaged, of another metric or made by another encoder.
+    """
     path = Path(path)
     if not path.is_file():
         raise RetrievalError(
@@ -142,25 +118,21 @@ def open_index(
             f"{path}: not a readable FAISS index ({reason}); build or download it again"
         ) from error
     if index.metric_type != faiss.METRIC_INNER_PRODUCT:
-        raise RetrievalError(
-            f"{path}: the index does not score by inner product; build it again with this command's"
-            " kinds"
-        )
-    facts_file = _facts_file(path)
-    if encoder is not None and facts_file.exists():
-        made_by = json.loads(facts_file.read_text())["encoder"]
+        raise RetrievalError(f"{path}: the index does not score by inner product; build it again")
+    if _facts_file(path).exists():
+        made_by = json.loads(_facts_file(path).read_text())["encoder"]
         if made_by != encoder.name:
             raise RetrievalError(
-                f"{path}: built with the encoder {made_by!r}, queries would be encoded with"
+                f"{path}: built with the encoder {made_by!r}, but queries would be encoded with"
                 f" {encoder.name!r}; use the same"
             )
     if isinstance(index, faiss.IndexHNSW):
-        index.hnsw.efSearch = ef_search
+        index.hnsw.efSearch = HNSW_WIDTH
     return index
 
 
 def to_gpus(index: faiss.Index) -> faiss.Index:
-    """Shard `index` over all GPUs in float16; RetrievalError where FAISS sees none."""
+    """Spread `index` over all GPUs in float16. Raises RetrievalError where FAISS sees none."""
     if faiss.get_num_gpus() == 0:
         raise RetrievalError(
             "FAISS sees no GPU: install a GPU build of faiss, or search on the CPU (no --gpu)"
@@ -175,31 +147,25 @@ def _facts_file(path: Path) -> Path:
     return path.with_name(path.name + ".json")
 
 
-def _write_json(path: Path, record: dict) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(record))
-    partial.replace(path)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m alar.domains.search.index", description="Build a FAISS index from a corpus."
     )
-    parser.add_argument("--corpus", required=True, help='JSONL with "id" and "contents"')
-    parser.add_argument("--index", required=True, help="file to write")
-    parser.add_argument("--kind", default="flat", choices=list(KINDS))
-    parser.add_argument(
-        "--model", default="intfloat/e5-base-v2", help="hub id or folder of the text encoder"
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
-    parser.add_argument(
-        "--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"]
-    )
-    parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument(
-        "--max-length", type=int, default=256, help="tokens of a passage that are read"
-    )
+    option = parser.add_argument
+    option("--corpus", required=True, help='JSONL with "id" and "contents"')
+    option("--index", required=True, help="file to write")
+    option("--kind", default="flat", choices=list(KINDS))
+    option("--model", default="intfloat/e5-base-v2", help="hub id or folder of the text encoder")
+    option("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+    option("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
+    option("--batch-size", type=int, default=256)
+    option("--max-length", type=int, default=256, help="tokens of a passage that are read")
     options = parser.parse_args(arguments)
+
+    def show(done: int, total: int) -> None:
+        end = "" if done < total else "\n"
+        print(f"\rencoded {done:,} of {total:,} passages", end=end, flush=True)
+
     try:
         corpus = Corpus(options.corpus)
         encoder = E5Encoder(
@@ -209,19 +175,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             batch_size=options.batch_size,
             max_length=options.max_length,
         )
-
-        def show(done: int, total: int) -> None:
-            print(
-                f"\rencoded {done:,} of {total:,} passages",
-                end="" if done < total else "\n",
-                flush=True,
-            )
-
         path = build_index(corpus, encoder, options.index, kind=options.kind, progress=show)
     except RetrievalError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{path}: {options.kind}, {len(corpus):,} rows, {os.path.getsize(path) / 1e6:,.1f} MB")
+    size = path.stat().st_size / 1e6
+    print(f"{path}: {options.kind}, {len(corpus):,} rows, {size:,.1f} MB")
     return 0
 
 

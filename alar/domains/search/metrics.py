@@ -26,8 +26,8 @@ def normalize_answer(text: str) -> str:
 def exact_match(prediction: str | None, golds: str | Iterable[str]) -> bool:
     """Whether `prediction` equals any of `golds` (one string or several) after normalisation.
 
-    A prediction that is None (no answer was given) or that normalises to nothing is wrong, also
-    when a gold answer normalises to nothing: an empty answer is never rewarded.
+    A prediction that is None (no answer was given) or that normalises to nothing is wrong, even
+    where a gold answer normalises to nothing: an empty answer is never rewarded.
 
     >>> exact_match("Aha", ["A-ha", "a-ha band"])
     True

@@ -1,13 +1,13 @@
-"""Questions over a world, in 2WikiMultihopQA's types, and the explicit chain of thought that solves
-each.
+"""Questions over a world in 2WikiMultihopQA's types, each with the chain of thought that solves it.
 
 | type | turns | example | hard turn |
 |---|---|---|---|
 | single | 2 | Which currency is used in Peru? | none |
 | bridge | 3 | Which currency is used in the territory of Lima? | none |
-| comparison | 3 | Which adopted its currency earlier, Peru or Chile? | the last: compares two years
-digit by digit | | arithmetic | 2–3 | How many years after Chile did Peru adopt its currency? | the
-last: subtracts or adds digit by digit |
+| comparison | 3 | Which adopted its currency earlier, Peru or Chile? | the last: compares years |
+| arithmetic | 2–3 | How many years after Chile did Peru adopt its currency? | the last: computes |
+
+Hard turns compare, add or subtract digit by digit (`alar.domains.arithmetic`).
 
 The chains of thought are what the embedded base model is pretrained on; they use only what the
 passages say. Splits: training and validation ask about counterfactual worlds, the test about the
@@ -21,14 +21,16 @@ import random
 from collections.abc import Sequence
 from functools import lru_cache
 
-from alar.domains.search.world import REAL, World, world
+from alar.domains.arithmetic import add_text, subtract_text
+from alar.domains.search.world import REAL, Territory, World, world
 from alar.records import Question, Solved, Step
 
 TYPES = ("single", "bridge", "comparison", "arithmetic")
 FIRST_VALIDATION_WORLD = 1_000_000  # counterfactual worlds from here on are never trained on
-FIRST_PRETRAINING_WORLD = (
-    2_000_000  # the base model's own worlds, apart from those of every later stage
-)
+# The base model has worlds of its own, apart from those of every later stage.
+FIRST_PRETRAINING_WORLD = 2_000_000
+SHARE_COLUMNS = 2  # of a sum of two language shares, at most 100 each
+YEAR_COLUMNS = 3  # of a difference of two years: the thousands cancel
 
 _ATTRIBUTES = {
     "currency": (
@@ -46,6 +48,11 @@ _ATTRIBUTES = {
         "What is the most spoken language of {0}",
         "What do most people in {0} speak",
     ),
+}
+_WANTED = {
+    "currency": "the currency",
+    "year": "the year of the currency",
+    "language": "the languages",
 }
 _CITY = (
     "In which territory is the city of {0}",
@@ -81,178 +88,138 @@ def compare_text(a: int, b: int) -> str:
     return f"{', '.join(parts)}, so {a}{'>' if a > b else '<'}{b}"
 
 
-def subtract_text(a: int, b: int) -> str:
-    """Subtract column by column, e.g. `2013-1921: ones 3-1=2, tens 1+10-2=9, hundreds 0-1+10-9=0,
-    so 92` (a ≥ b).
-
-    `+10` marks a column that borrows, `-1` the next one, which pays. The thousands of two years
-    cancel and are left out.
-    """
-    parts, borrow = [], False
-    for place, name in enumerate(("ones", "tens", "hundreds")):
-        top, bottom = a // 10**place % 10, b // 10**place % 10
-        borrows = top - borrow < bottom
-        difference = top - borrow + 10 * borrows - bottom
-        parts.append(
-            f"{name} {top}{'-1' if borrow else ''}{'+10' if borrows else ''}-{bottom}={difference}"
-        )
-        borrow = borrows
-    return f"{a}-{b}: {', '.join(parts)}, so {a - b}"
-
-
-def add_text(a: int, b: int) -> str:
-    """Add two numbers up to 100 column by column, e.g. `73+18: ones 3+8=11, tens 7+1+1=9, so 91`."""
-    ones = a % 10 + b % 10
-    carry = "+1" if ones > 9 else ""
-    tens = a // 10 + b // 10 + (ones > 9)
-    return (
-        f"{a}+{b}: ones {a % 10}+{b % 10}={ones}, tens {a // 10}+{b // 10}{carry}={tens}, so"
-        f" {a + b}"
-    )
-
-
-def _lookup(territory, attribute: str) -> tuple[str, str, str]:
+def _lookup(territory: Territory, attribute: str) -> tuple[str, str, str]:
     """(query, sentence that reads the passage, answer) of one attribute of a territory."""
     name = territory.name
     if attribute == "currency":
-        return (
-            f"{name} currency",
-            f"the currency of {name} is the {territory.currency}",
-            territory.currency,
-        )
+        answer = territory.currency
+        return f"{name} currency", f"the currency of {name} is the {answer}", answer
     if attribute == "year":
-        return (
-            f"{name} currency",
-            f"the currency of {name} was adopted in {territory.since}",
-            str(territory.since),
-        )
-    language = territory.languages[0][0]
-    return f"{name} languages", f"the most spoken language of {name} is {language}", language
+        answer = str(territory.since)
+        return f"{name} currency", f"the currency of {name} was adopted in {answer}", answer
+    answer = territory.languages[0][0]
+    return f"{name} languages", f"the most spoken language of {name} is {answer}", answer
 
 
-def _finish(
-    world_name: str, kind: str, text: str, answer: str, hard: tuple[int, ...], steps: list[Step]
+def _solved(
+    facts: World, kind: str, text: str, answer: str, hard: tuple[int, ...], steps: list[Step]
 ) -> Solved:
-    identity = hashlib.sha256(f"{world_name}|{text}".encode()).hexdigest()[:16]
-    return Solved(Question(identity, text + "?", (answer,), kind, hard, world_name), tuple(steps))
+    identity = hashlib.sha256(f"{facts.name}|{text}".encode()).hexdigest()[:16]
+    return Solved(Question(identity, text + "?", (answer,), kind, hard, facts.name), tuple(steps))
 
 
 def sample_question(facts: World, kind: str, rng: random.Random) -> Solved:
     """Draw one question of type `kind` about `facts`, with its expert steps."""
     if kind not in TYPES:
         raise ValueError(f"unknown question type {kind!r}: expected one of {', '.join(TYPES)}")
-    names = list(facts.territories)
-    opening = rng.choice(("I need", "The question asks for"))
-    reading = rng.choice(("The passage says that", "I read that"))
-    if kind in ("single", "bridge"):
+    while True:
+        opening = rng.choice(("I need", "The question asks for"))
+        reading = rng.choice(("The passage says that", "I read that"))
         if kind == "single" and rng.random() < 0.25:
-            city, home = rng.choice(list(facts.cities.items()))
-            steps = [
-                Step(f"{opening} the territory of {city}. I look up {city}.", "search", city),
-                Step(f"{reading} {city} is a city in {home}.", "answer", home),
-            ]
-            return _finish(facts.name, kind, rng.choice(_CITY).format(city), home, (), steps)
-        attribute = rng.choice(list(_ATTRIBUTES))
-        city, home = rng.choice(list(facts.cities.items()))
-        territory = facts.territories[home if kind == "bridge" else rng.choice(names)]
-        if attribute == "language" and not territory.languages:
-            return sample_question(facts, kind, rng)
-        query, sentence, answer = _lookup(territory, attribute)
-        wanted = {
-            "currency": "the currency",
-            "year": "the year of the currency",
-            "language": "the languages",
-        }[attribute]
-        template = rng.choice(_ATTRIBUTES[attribute])
-        last = Step(f"{reading} {sentence}.", "answer", answer)
-        if kind == "single":
-            first = Step(
-                f"{opening} {wanted} of {territory.name}. I look up {query}.", "search", query
-            )
-            return _finish(
-                facts.name, kind, template.format(territory.name), answer, (), [first, last]
-            )
-        steps = [
-            Step(f"First I need the territory of {city}. I look up {city}.", "search", city),
-            Step(
-                f"{city} is a city in {home}. Now I need {wanted} of {home}. I look up {query}.",
-                "search",
-                query,
-            ),
-            last,
-        ]
-        return _finish(
-            facts.name, kind, template.format(rng.choice(_HOME).format(city)), answer, (), steps
-        )
-    if kind == "arithmetic" and rng.random() < 0.5:
-        territory = facts.territories[rng.choice(names)]
-        if len(territory.languages) < 2:
-            return sample_question(facts, kind, rng)
-        (_, a), (_, b) = territory.languages
-        query = f"{territory.name} languages"
-        steps = [
-            Step(
-                f"{opening} the language shares of {territory.name}. I look up {query}.",
-                "search",
-                query,
-            ),
-            Step(f"The shares are {a} and {b}. {add_text(a, b)}.", "answer", str(a + b)),
-        ]
-        return _finish(
-            facts.name, kind, rng.choice(_SUM).format(territory.name), str(a + b), (1,), steps
-        )
-    one, two = (facts.territories[name] for name in rng.sample(names, 2))
+            solved = _city_question(facts, rng, opening, reading)
+        elif kind in ("single", "bridge"):
+            solved = _attribute_question(facts, kind, rng, opening, reading)
+        elif kind == "arithmetic" and rng.random() < 0.5:
+            solved = _sum_question(facts, rng, opening)
+        else:
+            solved = _years_question(facts, kind, rng)
+        if solved is not None:  # otherwise the draw does not fit the facts, and another is made
+            return solved
+
+
+def _city_question(facts: World, rng: random.Random, opening: str, reading: str) -> Solved:
+    city, home = rng.choice(list(facts.cities.items()))
+    steps = [
+        Step(f"{opening} the territory of {city}. I look up {city}.", "search", city),
+        Step(f"{reading} {city} is a city in {home}.", "answer", home),
+    ]
+    return _solved(facts, "single", rng.choice(_CITY).format(city), home, (), steps)
+
+
+def _attribute_question(
+    facts: World, kind: str, rng: random.Random, opening: str, reading: str
+) -> Solved | None:
+    """One attribute of a territory, which is named ("single") or to be found by a city ("bridge").
+
+    None for the language of a territory whose languages are not known.
+    """
+    attribute = rng.choice(list(_ATTRIBUTES))
+    city, home = rng.choice(list(facts.cities.items()))
+    name = home if kind == "bridge" else rng.choice(list(facts.territories))
+    territory = facts.territories[name]
+    if attribute == "language" and not territory.languages:
+        return None
+    query, sentence, answer = _lookup(territory, attribute)
+    wanted = _WANTED[attribute]
+    template = rng.choice(_ATTRIBUTES[attribute])
+    last = Step(f"{reading} {sentence}.", "answer", answer)
+    if kind == "single":
+        first = Step(f"{opening} {wanted} of {name}. I look up {query}.", "search", query)
+        return _solved(facts, kind, template.format(name), answer, (), [first, last])
+    thought = f"{city} is a city in {home}. Now I need {wanted} of {home}. I look up {query}."
+    steps = [
+        Step(f"First I need the territory of {city}. I look up {city}.", "search", city),
+        Step(thought, "search", query),
+        last,
+    ]
+    text = template.format(rng.choice(_HOME).format(city))
+    return _solved(facts, kind, text, answer, (), steps)
+
+
+def _sum_question(facts: World, rng: random.Random, opening: str) -> Solved | None:
+    """The sum of two language shares; None for a territory that has fewer than two."""
+    territory = facts.territories[rng.choice(list(facts.territories))]
+    if len(territory.languages) < 2:
+        return None
+    (_, a), (_, b) = territory.languages
+    query = f"{territory.name} languages"
+    first = f"{opening} the language shares of {territory.name}. I look up {query}."
+    last = f"The shares are {a} and {b}. {add_text(a, b, SHARE_COLUMNS)}."
+    steps = [Step(first, "search", query), Step(last, "answer", str(a + b))]
+    text = rng.choice(_SUM).format(territory.name)
+    return _solved(facts, "arithmetic", text, str(a + b), (1,), steps)
+
+
+def _years_question(facts: World, kind: str, rng: random.Random) -> Solved | None:
+    """Which of two years is earlier or later, or their difference; None where they are equal."""
+    one, two = (facts.territories[name] for name in rng.sample(list(facts.territories), 2))
     if one.since == two.since:
-        return sample_question(facts, kind, rng)
+        return None
     if kind == "arithmetic" and one.since < two.since:
         one, two = two, one
-    both = f"{one.name} has {one.since} and {two.name} has {two.since}."
-    steps = [
-        Step(
-            f"I need the years of {one.name} and of {two.name}. I look up {one.name} currency.",
-            "search",
-            f"{one.name} currency",
-        ),
-        Step(
-            f"{one.name} has {one.since}. Now I look up {two.name} currency.",
-            "search",
-            f"{two.name} currency",
-        ),
-    ]
+    query, other_query = f"{one.name} currency", f"{two.name} currency"
+    first = f"I need the years of {one.name} and of {two.name}. I look up {query}."
+    second = f"{one.name} has {one.since}. Now I look up {other_query}."
+    steps = [Step(first, "search", query), Step(second, "search", other_query)]
     if kind == "comparison":
         wanted = rng.choice(("earlier", "later"))
-        answer = (
-            min(one, two, key=lambda t: t.since)
-            if wanted == "earlier"
-            else max(one, two, key=lambda t: t.since)
-        )
-        both = f"{one.since} is {one.name} and {two.since} is {two.name}."
-        comparison = compare_text(one.since, two.since)
+        choose = min if wanted == "earlier" else max
+        chosen = choose(one, two, key=lambda territory: territory.since)
         thought = (
-            f"{both} {comparison}. The {wanted} year is {answer.since} and {answer.since} is"
-            f" {answer.name}."
+            f"{one.since} is {one.name} and {two.since} is {two.name}."
+            f" {compare_text(one.since, two.since)}."
+            f" The {wanted} year is {chosen.since} and {chosen.since} is {chosen.name}."
         )
         text = rng.choice(_COMPARE).format(wanted, one.name, two.name)
-        return _finish(
-            facts.name,
-            kind,
-            text,
-            answer.name,
-            (2,),
-            [*steps, Step(thought, "answer", answer.name)],
+        answer = chosen.name
+    else:
+        thought = (
+            f"{one.name} has {one.since} and {two.name} has {two.since}."
+            f" {subtract_text(one.since, two.since, YEAR_COLUMNS)}."
         )
-    gap = one.since - two.since
-    steps.append(Step(f"{both} {subtract_text(one.since, two.since)}.", "answer", str(gap)))
-    return _finish(
-        facts.name, kind, rng.choice(_GAP).format(one.name, two.name), str(gap), (2,), steps
-    )
+        text = rng.choice(_GAP).format(one.name, two.name)
+        answer = str(one.since - two.since)
+    steps.append(Step(thought, "answer", answer))
+    return _solved(facts, kind, text, answer, (2,), steps)
 
 
 def solved_questions(
     world_name: str, count: int, seed: int, types: Sequence[str] = TYPES
 ) -> list[Solved]:
-    """`count` distinct questions about one world, the types in turn; the same arguments always give
-    the same list."""
+    """`count` distinct questions about one world, the types in turn.
+
+    The same arguments always give the same list.
+    """
     rng, facts = random.Random(f"{world_name} {seed}"), world(world_name)
     drawn: dict[str, Solved] = {}
     while len(drawn) < count:
@@ -264,8 +231,11 @@ def solved_questions(
 def training_questions(
     count: int, *, worlds: int, seed: int, types: Sequence[str] = ()
 ) -> list[Question]:
-    """Questions about `worlds` counterfactual worlds chosen by `seed`, spread evenly; `types` (all
-    without) come in turn."""
+    """Questions spread evenly over `worlds` counterfactual worlds that `seed` chooses.
+
+    `types` come in turn; without `types`, all of them.
+    """
+    # Up to 1000 worlds of one seed, apart from those of any other.
     names = [f"counterfactual-{1000 * seed + number}" for number in range(worlds)]
     return _spread(names, count, seed, types or TYPES)
 
@@ -280,19 +250,18 @@ def validation_questions(count: int, *, worlds: int = 2, seed: int = 0) -> list[
 def _spread(
     names: list[str], count: int, seed: int, types: Sequence[str] = TYPES
 ) -> list[Question]:
-    shares = [count // len(names) + (row < count % len(names)) for row in range(len(names))]
-    return [
-        solved.question
-        for name, share in zip(names, shares)
-        for solved in solved_questions(name, share, seed, types)
-    ]
+    questions = []
+    for row, name in enumerate(names):
+        share = count // len(names) + (row < count % len(names))
+        solved = solved_questions(name, share, seed, types)
+        questions += [item.question for item in solved]
+    return questions
 
 
 def test_questions(count: int | None = None) -> list[Question]:
-    """The first `count` questions of the fixed test split over the real world; all of them without
-    `count`.
+    """The first `count` questions of the fixed test split over the real world; by default all.
 
-    The split is all that 3000 draws per type contain, ordered by the hash in the id; types
+    The split is what 3000 draws per type contain, ordered by the hash in the id. The types
     alternate, so that any prefix is balanced.
     """
     split = _test_split()
@@ -308,9 +277,7 @@ def _test_split() -> tuple[Question, ...]:
     by_type = []
     for kind in TYPES:
         rng = random.Random(f"test split {kind}")
-        drawn = {
-            q.question.id: q.question
-            for q in (sample_question(world(REAL), kind, rng) for _ in range(3000))
-        }
-        by_type.append([drawn[identity] for identity in sorted(drawn)])
+        drawn = [sample_question(world(REAL), kind, rng).question for _ in range(3000)]
+        distinct = {question.id: question for question in drawn}
+        by_type.append([distinct[identity] for identity in sorted(distinct)])
     return tuple(question for row in zip(*by_type) for question in row)

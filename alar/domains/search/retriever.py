@@ -1,9 +1,9 @@
 """Dense retrieval: an encoder and a FAISS inner-product index behind `search(queries, k)`.
 
 `Retriever` serves passages in memory (the embedded world) as well as a corpus on disk with an index
-that was built before (`alar.domains.search.index`). Deliberate: passages with equal scores come in
-corpus order, whatever FAISS makes of the tie, so that two runs read the same observations; a query
-without any known word finds nothing instead of the first passages.
+that was built before (`alar.domains.search.index`). Two things are deliberate. Passages with equal
+scores come in corpus order, whatever FAISS makes of the tie, so that two runs read the same
+observations. A query without any known word finds nothing instead of the first passages.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from alar.domains.search.corpus import Corpus, Hit, Passage, RetrievalError, ref
 from alar.domains.search.encoders import E5Encoder, Encoder, TfidfEncoder
 from alar.domains.search.index import make_index, open_index, to_gpus
 
-__all__ = ["Hit", "Passage", "RetrievalError", "Retriever", "Searcher", "build"]
-
 # BLAS sums in another order for another batch size; scores closer than this are the same score.
 TIE = 1e-6
+# TF-IDF vectors are dense and in memory: 8 KB a passage.
+LARGEST_TFIDF_CORPUS = 200_000
 
 
 class Searcher(Protocol):
@@ -33,9 +33,8 @@ class Searcher(Protocol):
 class Retriever:
     """Encode queries, search the index, return passages.
 
-    `passages` may be any sequence whose items are `Passage`; row i of `index` belongs to
-    `passages[i]`. Without `index` the passages are encoded now into an exact index
-    (`faiss.IndexFlatIP`).
+    `passages` may be any sequence of `Passage`; row i of `index` belongs to `passages[i]`. Without
+    `index` the passages are encoded now into an exact index (`faiss.IndexFlatIP`).
     """
 
     def __init__(
@@ -45,9 +44,8 @@ class Retriever:
             raise RetrievalError("the corpus has no passages: there is nothing to retrieve")
         if index is None:
             refuse_duplicate_ids(passages)
-            index = make_index(
-                encoder.encode_passages([passage.contents for passage in passages]), "flat"
-            )
+            vectors = encoder.encode_passages([passage.contents for passage in passages])
+            index = make_index([vectors])
         if index.ntotal != len(passages):
             raise RetrievalError(
                 f"the index has {index.ntotal} rows but the corpus{_path_of(passages)} has"
@@ -57,14 +55,13 @@ class Retriever:
         self.passages = passages
         self.encoder = encoder
         self.index = index
-        self._min_score = getattr(encoder, "min_score", -np.inf)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """The best k passages of each query, best first.
 
-        Fewer than k where the corpus is smaller or the others score at most the encoder's
-        `min_score` (for TF-IDF: share no word with the query); none for a query that encodes to
-        zero.
+        There are fewer than k where the corpus is smaller, or where the others score at most the
+        encoder's `min_score` (for TF-IDF: they share no word with the query). A query that encodes
+        to zero finds none.
         """
         if isinstance(queries, str):
             raise TypeError("queries must be a list of strings, not one string")
@@ -85,38 +82,40 @@ class Retriever:
         return hits
 
     def _ranked(self, vectors: np.ndarray, k: int) -> list[list[tuple[int, float]]]:
-        """Top k (row, score) of each vector; candidates are fetched until the tie at place k is
-        seen whole."""
+        """The top k (row, score) of each vector.
+
+        More candidates are fetched until all rows that tie with the one at place k are among them.
+        """
         ranked: list[list[tuple[int, float]]] = [[] for _ in vectors]
         pending = np.arange(len(vectors))
         fetch = k + 8
         while len(pending):
             fetch = min(fetch, self.index.ntotal)
-            scores, rows = self.index.search(vectors[pending], fetch)  # (pending, fetch)
-            cut = []
+            scores, rows = self.index.search(vectors[pending], fetch)  # both (pending, fetch)
+            unfinished = []
             for query, row_scores, row_ids in zip(pending, scores, rows, strict=True):
-                found = (row_ids >= 0) & (
-                    row_scores > self._min_score
-                )  # approximate indexes pad with -1
+                # Approximate indexes pad with row -1.
+                found = (row_ids >= 0) & (row_scores > self.encoder.min_score)
                 row_scores, row_ids = row_scores[found], row_ids[found]
-                if (
-                    len(row_ids) == fetch < self.index.ntotal
-                    and row_scores[k - 1] - row_scores[-1] <= TIE
-                ):
-                    cut.append(query)
-                    continue
-                ranked[query] = _in_corpus_order(row_scores, row_ids)[:k]
-            pending = np.asarray(cut, dtype=np.int64)
+                more_exist = len(row_ids) == fetch < self.index.ntotal
+                if more_exist and row_scores[k - 1] - row_scores[-1] <= TIE:
+                    unfinished.append(query)
+                else:
+                    ranked[query] = _in_corpus_order(row_scores, row_ids)[:k]
+            pending = np.asarray(unfinished, dtype=np.int64)
             fetch *= 4
         return ranked
 
 
 def _in_corpus_order(scores: np.ndarray, rows: np.ndarray) -> list[tuple[int, float]]:
-    """Sort descending scores stably, rows ascending within each run of tied scores; a run shares
-    its best score."""
-    tie = np.cumsum(np.diff(scores, prepend=scores[:1]) < -TIE) if len(scores) else scores
-    order = np.lexsort((rows, tie))
-    starts = np.searchsorted(tie, tie)
+    """(row, score) with rows ascending within each run of tied scores; a run has its best score.
+
+    `scores` descend; both arrays are one-dimensional and of one length.
+    """
+    # Number of the run that each score belongs to: a new run begins where the score drops.
+    run = np.cumsum(np.diff(scores, prepend=scores[:1]) < -TIE) if len(scores) else scores
+    order = np.lexsort((rows, run))
+    starts = np.searchsorted(run, run)
     return [(int(rows[i]), float(scores[starts[i]])) for i in order]
 
 
@@ -124,11 +123,7 @@ def _path_of(passages: Sequence[Passage]) -> str:
     return f" {passages.path}" if isinstance(passages, Corpus) else ""
 
 
-# TF-IDF vectors are dense and in memory: 8 KB a passage.
-LARGEST_TFIDF_CORPUS = 200_000
-
-
-def build(
+def open_retriever(
     backend: str = "tfidf",
     *,
     passages: Sequence[Passage] | None = None,
@@ -144,23 +139,18 @@ def build(
 
     "tfidf": `passages`, or all of a small `corpus` file, indexed now. "e5": `passages` encoded now,
     or `corpus` and `index` files. "http": the server at `url`. `mmap` leaves the index file on
-    disk, `gpu` moves the index to the GPUs (an error where FAISS sees none). Raises RetrievalError
-    that says what is missing, ValueError for an unknown backend.
+    disk, `gpu` moves the index to the GPUs. Raises RetrievalError that says what is missing, and
+    ValueError for an unknown backend.
     """
     if backend == "http":
-        if not url:
-            raise RetrievalError(
-                "retrieval.backend is http but retrieval.url is empty: give the address of the"
-                " server"
-            )
         return HTTPRetriever(url)
     if backend not in ("tfidf", "e5"):
         raise ValueError(f"retrieval.backend: unknown backend {backend!r}: one of tfidf, e5, http")
-    if passages is None and not corpus:
-        raise RetrievalError(
-            f"retrieval.backend is {backend} but there is no corpus: set retrieval.corpus"
-        )
     if passages is None:
+        if not corpus:
+            raise RetrievalError(
+                f"retrieval.backend is {backend} but there is no corpus: set retrieval.corpus"
+            )
         passages = Corpus(corpus)
     if backend == "tfidf":
         if len(passages) > LARGEST_TFIDF_CORPUS:

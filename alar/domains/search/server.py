@@ -1,30 +1,34 @@
 """Retrieval over HTTP with the protocol of Search-R1's server, which verl and vLLM rollouts call.
 
-    python -m alar.domains.search.server --corpus wiki-18.jsonl --index e5_Flat.index --backend e5
-    --port 8000
+    python -m alar.domains.search.server --corpus wiki-18.jsonl --index e5_Flat.index --port 8000
 
-`POST /retrieve {"queries": [...], "topk": 3, "return_scores": true}` answers `{"result":
-[[{"document": {"id", "contents"}, "score"}, ...], ...]}`, one list per query; without scores the
-lists hold the documents themselves. `GET /health` answers once the index is loaded. Encoding, not
-searching, takes the time, so requests that arrive together are encoded together.
+`POST /retrieve {"queries": [...], "topk": 3, "return_scores": true}` answers
+`{"result": [[{"document": {"id", "contents"}, "score"}, ...], ...]}`, one list per query. Without
+scores the lists hold the documents themselves. `GET /health` answers once the index is loaded.
+
+Encoding takes the time, not searching, and it is cheaper for many queries at once: requests that
+arrive together share one call of the retriever (`SearchBatcher`).
 """
 
 import argparse
+import asyncio
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import uvicorn
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from alar.domains.search import json_service
 from alar.domains.search.corpus import Hit, RetrievalError
-from alar.domains.search.retriever import Searcher, build
+from alar.domains.search.retriever import Searcher, open_retriever
 
 
 class RetrieveRequest(BaseModel):
-    """A misspelt field is refused: it would silently change the number of passages."""
+    """Unknown fields are errors: a misspelt `topk` would silently change the number of passages."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -33,29 +37,86 @@ class RetrieveRequest(BaseModel):
     return_scores: bool = False
 
 
-class Batcher(json_service.Batcher):
-    """Searches that arrive together become one call of the retriever, with the largest of their
-    numbers of passages."""
+class SearchFailed(RuntimeError):
+    """The search that served a request together with others raised; the message is its cause."""
+
+
+class SearchBatcher:
+    """Merges concurrent searches into one call of the retriever, in a thread, one call at a time.
+
+    A batch closes `max_wait` seconds after its first request, or with `max_batch` queries. While a
+    call runs, the next batch fills. A request is never split.
+    """
 
     def __init__(self, retriever: Searcher, max_batch: int, max_wait: float):
-        super().__init__(self._search, max_batch, max_wait)
         self.retriever = retriever
+        self.max_batch = max_batch
+        self.max_wait = max_wait
+        # (queries, k, future of their hits)
+        self._queue: asyncio.Queue[tuple[list[str], int, asyncio.Future]] = asyncio.Queue()
 
     async def search(self, queries: list[str], k: int) -> list[list[Hit]]:
-        return await self.submit([(query, k) for query in queries])
+        """The best k passages of each query. Raises SearchFailed."""
+        future = asyncio.get_running_loop().create_future()
+        await self._queue.put((queries, k, future))
+        return await future
 
-    def _search(self, wanted: list[tuple[str, int]]) -> list[list[Hit]]:
-        hits = self.retriever.search([query for query, _ in wanted], max(k for _, k in wanted))
-        return [found[:k] for found, (_, k) in zip(hits, wanted, strict=True)]
+    async def run(self) -> None:
+        """Serve searches until cancelled."""
+        while True:
+            batch = await self._next_batch()
+            queries = [query for asked, _, _ in batch for query in asked]
+            largest = max(k for _, k, _ in batch)
+            try:
+                # In a thread, so that requests of the next batch are accepted meanwhile.
+                hits = await asyncio.to_thread(self.retriever.search, queries, largest)
+            except Exception as error:
+                # Any failure is that of these requests only: the server goes on.
+                for _, _, future in batch:
+                    if not future.done():
+                        future.set_exception(SearchFailed(f"{type(error).__name__}: {error}"))
+                continue
+            start = 0
+            for asked, k, future in batch:
+                own = hits[start : start + len(asked)]
+                start += len(asked)
+                if not future.done():  # cancelled where the client has left
+                    future.set_result([found[:k] for found in own])
+
+    async def _next_batch(self) -> list[tuple[list[str], int, asyncio.Future]]:
+        batch = [await self._queue.get()]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.max_wait):
+                while sum(len(queries) for queries, _, _ in batch) < self.max_batch:
+                    batch.append(await self._queue.get())
+        return batch
 
 
 def create_app(
     retriever: Searcher, *, default_topk: int = 3, max_batch: int = 256, max_wait: float = 0.004
 ) -> FastAPI:
-    """The server around any object with `search(queries, k)`. Invalid requests get 422, a failing
-    search 500 with its cause."""
-    batcher = Batcher(retriever, max_batch, max_wait)
-    app = json_service.service("alar retrieval", batcher)
+    """The server around any retriever with `search(queries, k)` and `passages`.
+
+    Invalid requests get status 422 with the field and the reason, a failed search gets 500 with its
+    cause.
+    """
+    batcher = SearchBatcher(retriever, max_batch, max_wait)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI):
+        worker = asyncio.create_task(batcher.run())
+        yield
+        worker.cancel()
+
+    app = FastAPI(title="alar retrieval", lifespan=lifespan)
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
+        # FastAPI's own answer repeats the input, which may be long or hold what JSON cannot (NaN).
+        detail = [
+            {name: found[name] for name in ("loc", "msg", "type")} for found in error.errors()
+        ]
+        return JSONResponse({"detail": detail}, status_code=422)
 
     @app.post("/retrieve")
     async def retrieve(request: RetrieveRequest) -> dict:
@@ -63,54 +124,44 @@ def create_app(
             return {"result": []}
         try:
             hits = await batcher.search(request.queries, request.topk or default_topk)
-        except json_service.BatchFailed as error:
+        except SearchFailed as error:
             raise HTTPException(500, detail=f"the search failed: {error}") from error
-        if request.return_scores:
-            return {
-                "result": [
-                    [{"document": _document(hit), "score": hit.score} for hit in found]
-                    for found in hits
-                ]
-            }
-        return {"result": [[_document(hit) for hit in found] for found in hits]}
+        return {
+            "result": [[_answer(hit, request.return_scores) for hit in found] for found in hits]
+        }
 
     @app.get("/health")
     async def health() -> dict:
-        passages = getattr(retriever, "passages", None)
-        return {"status": "ok", "passages": None if passages is None else len(passages)}
+        return {"status": "ok", "passages": len(retriever.passages)}
 
     return app
 
 
-def _document(hit: Hit) -> dict[str, str]:
-    return {"id": hit.passage.id, "contents": hit.passage.contents}
+def _answer(hit: Hit, with_score: bool) -> dict:
+    document = {"id": hit.passage.id, "contents": hit.passage.contents}
+    return {"document": document, "score": hit.score} if with_score else document
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m alar.domains.search.server", description="Serve retrieval over HTTP."
     )
-    parser.add_argument("--corpus", required=True, help='JSONL with "id" and "contents"')
-    parser.add_argument("--index", default="", help="FAISS index of the corpus (backend e5)")
-    parser.add_argument("--backend", default="e5", choices=["e5", "tfidf"])
-    parser.add_argument(
-        "--model", default="intfloat/e5-base-v2", help="hub id or folder of the text encoder"
-    )
-    parser.add_argument("--device", default="auto", help="of the text encoder: auto, cpu, cuda, …")
-    parser.add_argument("--mmap", action="store_true", help="leave the index on disk")
-    parser.add_argument("--gpu", action="store_true", help="move the index to the GPUs")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument(
-        "--topk", type=int, default=3, help="passages per query when the request names no number"
-    )
-    parser.add_argument("--max-batch", type=int, default=256, help="queries encoded together")
-    parser.add_argument(
-        "--max-wait", type=float, default=4.0, help="milliseconds that a batch waits for company"
-    )
+    option = parser.add_argument
+    option("--corpus", required=True, help='JSONL with "id" and "contents"')
+    option("--index", default="", help="FAISS index of the corpus (backend e5)")
+    option("--backend", default="e5", choices=["e5", "tfidf"])
+    option("--model", default="intfloat/e5-base-v2", help="hub id or folder of the text encoder")
+    option("--device", default="auto", help="of the text encoder: auto, cpu, cuda, …")
+    option("--mmap", action="store_true", help="leave the index on disk")
+    option("--gpu", action="store_true", help="move the index to the GPUs")
+    option("--host", default="127.0.0.1")
+    option("--port", type=int, default=8000)
+    option("--topk", type=int, default=3, help="passages per query where a request names no number")
+    option("--max-batch", type=int, default=256, help="queries encoded together")
+    option("--max-wait", type=float, default=4.0, help="milliseconds that a batch waits for more")
     options = parser.parse_args(arguments)
     try:
-        retriever = build(
+        retriever = open_retriever(
             options.backend,
             corpus=options.corpus,
             index=options.index,

@@ -1,8 +1,7 @@
-"""The embedded search world: two thousand titled passages about territories, cities, currencies,
-languages and scripts.
+"""The embedded search world: two thousand titled passages about the world's territories.
 
-Real facts come from the Unicode CLDR tables that Babel ships (territory currencies with their
-dates, language shares, time-zone cities). A *counterfactual* world keeps the real names and
+Real facts come from the Unicode CLDR tables that Babel ships: currencies of territories with their
+dates, language shares, time-zone cities, scripts. A *counterfactual* world keeps the real names and
 shuffles the facts and the numbers, so that a model trained on such worlds has to read: it cannot
 recall. Tests use the real world, which training never sees.
 """
@@ -23,8 +22,11 @@ REAL = "real"
 
 @dataclass(frozen=True)
 class Territory:
-    """Facts about one territory; `languages` are (name, whole percent of the population), largest
-    first."""
+    """Facts about one territory.
+
+    `since` is the year of the currency; `previous` is the currency before, with its year.
+    `languages` are (name, whole percent of the population), largest first.
+    """
 
     name: str
     currency: str
@@ -42,24 +44,19 @@ class World:
     cities: dict[str, str]
 
     def passages(self) -> list[Passage]:
-        """All passages of this world, in a fixed order; every one has at most 60 tokens of the
-        embedded tokenizer."""
+        """All passages of this world, in a fixed order.
+
+        Each has at most 60 tokens of the embedded tokenizer.
+        """
         texts: list[tuple[str, str]] = []
         for territory in self.territories.values():
             texts.append((f"{territory.name}, currency", _currency_text(territory)))
             if territory.languages:
                 texts.append((f"{territory.name}, languages", _languages_text(territory)))
         regions = _names()["regions"]
-        for city, territory in self.cities.items():
-            texts.append(
-                (
-                    city,
-                    (
-                        f"{city} is a city in {territory}. Its clocks follow a time zone of"
-                        f" {regions[city]}."
-                    ),
-                )
-            )
+        for city, name in self.cities.items():
+            zone = f"Its clocks follow a time zone of {regions[city]}."
+            texts.append((city, f"{city} is a city in {name}. {zone}"))
         users: dict[str, list[Territory]] = {}
         speakers: dict[str, list[str]] = {}
         for territory in self.territories.values():
@@ -76,9 +73,8 @@ class World:
             usage = f"It is spoken {where}." if where else "It has few speakers."
             texts.append((language, f"{language} is a language with the code {code}. {usage}"))
         for script, code in _names()["scripts"].items():
-            texts.append(
-                (f"{script} script", f"{script} is a writing system with the code {code}.")
-            )
+            text = f"{script} is a writing system with the code {code}."
+            texts.append((f"{script} script", text))
         return [
             Passage(f"{self.name}/{row}", title, text) for row, (title, text) in enumerate(texts)
         ]
@@ -107,19 +103,15 @@ def _languages_text(territory: Territory) -> str:
 
 @cache
 def _names() -> dict:
-    """Names that every world shares: currencies and languages with their codes, cities with their
-    region."""
+    """Names that every world shares: what has a code, by name, and the region of each city."""
     english = Locale("en")
-    currencies = {
-        name: code
-        for code, name in sorted(english.currencies.items())
-        if not name.startswith("Test")
-    }
-    languages = {
-        name: code
-        for code, name in sorted(english.languages.items())
-        if len(code) <= 3 and "(" not in name
-    }
+    currencies, languages = {}, {}
+    for code, name in sorted(english.currencies.items()):
+        if not name.startswith("Test"):
+            currencies[name] = code
+    for code, name in sorted(english.languages.items()):
+        if len(code) <= 3 and "(" not in name:  # neither dialects nor variants
+            languages[name] = code
     real = real_world()
     regions = {}
     for zones in get_global("territory_zones").values():
@@ -145,59 +137,55 @@ def _city_name(zone: str) -> str:
 def real_world() -> World:
     """The world of CLDR's facts."""
     english = Locale("en")
-    territory_languages = get_global("territory_languages")
     territories, codes = {}, {}
     for code, history in sorted(get_global("territory_currencies").items()):
         name = english.territories.get(code)
-        dated = [
-            entry for entry in history if entry[3] and entry[1] and entry[0] in english.currencies
-        ]
+        # Entries are (currency, first day, last day, whether it is legal tender).
+        dated = [e for e in history if e[3] and e[1] and e[0] in english.currencies]
         current = [entry for entry in dated if entry[2] is None]
         if name is None or len(code) != 2 or not current:
             continue
+        # Days are (year, month, day), which compare in order of time.
         latest = max(current, key=lambda entry: entry[1])
         earlier = [entry for entry in dated if entry[1] < latest[1] and entry[0] != latest[0]]
         replaced = max(earlier, key=lambda entry: entry[1]) if earlier else None
-        shares: dict[str, int] = {}
-        for language, entry in territory_languages.get(code, {}).items():
-            language_name = english.languages.get(language.split("_")[0])
-            share = round(entry["population_percent"])
-            if (
-                language_name and 1 <= share <= 100 and "(" not in language_name
-            ):  # CLDR has a few above 100
-                shares[language_name] = max(share, shares.get(language_name, 0))
-        ranked = sorted(shares.items(), key=lambda item: (-item[1], item[0]))
-        if len(ranked) > 1 and ranked[0][1] == ranked[1][1]:
-            ranked = ranked[:1]  # "the most spoken" must have one answer
-        territories[name] = Territory(
-            name,
-            english.currencies[latest[0]],
-            latest[1][0],
-            (english.currencies[replaced[0]], replaced[1][0]) if replaced else None,
-            tuple(ranked[:2]),
-        )
+        previous = (english.currencies[replaced[0]], replaced[1][0]) if replaced else None
+        currency, since = english.currencies[latest[0]], latest[1][0]
+        territories[name] = Territory(name, currency, since, previous, _spoken(code))
         codes[code] = name
     cities: dict[str, str] = {}
     for code, zones in sorted(get_global("territory_zones").items()):
         for zone in zones:
             city = _city_name(zone)
-            if (
-                code in codes
-                and city not in territories
-                and city not in english.currencies.values()
-            ):
+            titled = city in territories or city in english.currencies.values()
+            if code in codes and not titled:  # titles of passages are unique
                 cities.setdefault(city, codes[code])
     return World(REAL, territories, cities)
 
 
+def _spoken(code: str) -> tuple[tuple[str, int], ...]:
+    """The one or two most spoken languages of a territory, with their shares in percent."""
+    names = Locale("en").languages
+    shares: dict[str, int] = {}
+    for language, entry in get_global("territory_languages").get(code, {}).items():
+        name = names.get(language.split("_")[0])
+        share = round(entry["population_percent"])  # a few are above 100
+        if name and 1 <= share <= 100 and "(" not in name:
+            shares[name] = max(share, shares.get(name, 0))
+    ranked = sorted(shares.items(), key=lambda item: (-item[1], item[0]))
+    if len(ranked) > 1 and ranked[0][1] == ranked[1][1]:
+        ranked = ranked[:1]  # "the most spoken" must have one answer
+    return tuple(ranked[:2])
+
+
 @cache
 def _pools() -> tuple[list[str], list[str], list[str]]:
+    """(currencies, languages, cities) that counterfactual facts are drawn from."""
     real = real_world()
-    currencies = sorted(_names()["currencies"])
-    languages = sorted(
-        {name for territory in real.territories.values() for name, _ in territory.languages}
-    )
-    return currencies, languages, sorted(real.cities)
+    languages = set()
+    for territory in real.territories.values():
+        languages.update(name for name, _ in territory.languages)
+    return sorted(_names()["currencies"]), sorted(languages), sorted(real.cities)
 
 
 def counterfactual_world(number: int) -> World:
@@ -208,17 +196,16 @@ def counterfactual_world(number: int) -> World:
     for name in real_world().territories:
         since = rng.randint(1900, 2025) if rng.random() < 0.75 else rng.randint(1690, 1899)
         current, replaced = rng.sample(currencies, 2)
-        previous = (
-            (replaced, rng.randint(max(1650, since - 120), since - 1))
-            if rng.random() < 0.5
-            else None
-        )
+        previous = None
+        if rng.random() < 0.5:
+            previous = replaced, rng.randint(max(1650, since - 120), since - 1)
         first = rng.randint(85, 100) if rng.random() < 0.4 else rng.randint(20, 99)
         pair = rng.sample(languages, 2)
-        second = (
-            rng.randint(1, min(first - 1, 30)) if rng.random() < 0.5 else rng.randint(1, first - 1)
-        )
-        spoken = ((pair[0], first), (pair[1], second))[: 1 if rng.random() < 0.15 else 2]
+        most = min(first - 1, 30) if rng.random() < 0.5 else first - 1
+        second = rng.randint(1, most)
+        spoken = (pair[0], first), (pair[1], second)
+        if rng.random() < 0.15:
+            spoken = spoken[:1]
         territories[name] = Territory(name, current, since, previous, spoken)
     homes = [rng.choice(list(territories)) for _ in cities]
     return World(f"counterfactual-{number}", territories, dict(zip(cities, homes)))

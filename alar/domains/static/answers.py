@@ -1,13 +1,12 @@
-"""Scorers: is a predicted answer one of the accepted ones? And the gold answers' places in
-published solutions.
+"""Scorers: is a predicted answer one of the accepted ones? And where solutions state their answer.
 
-    numeric   GSM8K: numbers are equal as rationals; `$`, `%`, thousands separators and a trailing unit do not count
-    math      MATH: equal after the usual clean-up of LaTeX, else equal as mathematics (the `math-verify` library)
+    numeric   GSM8K: equal as rationals; `$`, `%`, thousands separators and units do not count
+    math      MATH: equal after the usual clean-up of LaTeX, or as mathematics (`math-verify`)
     letter    MMLU: A, B, C or D, bare or as in "(B)", "B.", "B) text", "the answer is **B**"
     exact     SQuAD-order exact match, for everything else
 
-Every scorer takes (prediction, accepted answers), returns a bool and never raises, whatever a
-policy wrote.
+A scorer takes (prediction, accepted answers) and returns a bool. It never raises, whatever a policy
+wrote.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from fractions import Fraction
 from alar.domains.search.metrics import exact_match
 
 Scorer = Callable[[str, Sequence[str]], bool]
-# seconds for one comparison: enough on a busy machine, so that a verdict does not depend on the
-# load
+# Seconds for one comparison: so many that a verdict does not depend on the load of the machine.
 PATIENCE = 30
-# characters of an answer that are looked at: no gold answer is longer, and parsing may take time
+# Characters of an answer that are read: no gold answer is longer, and parsing may take time.
 LONGEST = 400
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?|[-+]?\.\d+")
 _LETTERS = (
@@ -33,8 +31,7 @@ _LETTERS = (
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{…}` or `\fbox{…}` of a text holds, braces balanced; None if there is
-    none or it is not closed.
+    r"""What the last `\boxed{…}` or `\fbox{…}` of a text holds; None without one that is closed.
 
     >>> last_boxed(r"so \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -52,16 +49,16 @@ def last_boxed(text: str) -> str | None:
 
 
 def after_hashes(text: str) -> str | None:
-    """What follows the last `####`, GSM8K's mark of the final answer, up to the end of its line;
-    None without the mark."""
+    """The line after the last `####`, GSM8K's mark of the final answer; None without the mark."""
     _, mark, rest = text.rpartition("####")
     found = rest.strip().split("\n")[0].strip() if mark else ""
     return found or None
 
 
 def stated_answer(text: str) -> str | None:
-    r"""The final answer of free text: the last `\boxed{}`, else after the last `####`, else after
-    the last "answer is".
+    r"""The final answer of free text.
+
+    It is in the last `\boxed{}`, else after the last `####`, else after the last "answer is".
 
     >>> stated_answer("3 + 4 = 7. The answer is 7.")
     '7'
@@ -70,14 +67,17 @@ def stated_answer(text: str) -> str | None:
     if found:
         return found
     stated = re.findall(r"answer\s+is\s*:?\s*([^\n]+)", text, re.IGNORECASE)
-    return stated[-1].strip().rstrip(".").strip() or None if stated else None
+    if not stated:
+        return None
+    return stated[-1].strip().rstrip(".").strip() or None
 
 
-def number(text: str) -> Fraction | None:
-    """The number that an answer consists of, a currency sign, a unit or a sentence around it
-    allowed; None unless it is one.
+def number_in(text: str) -> Fraction | None:
+    """The only number in an answer, which may have a currency sign, a unit or words around it.
 
-    >>> number("$1,234.50 dollars")
+    None where there is no number, or more than one.
+
+    >>> number_in("$1,234.50 dollars")
     Fraction(2469, 2)
     """
     found = _NUMBER.findall(re.sub(r"(?<=\d)\s*\\?%", " ", text[:LONGEST]).replace("{,}", ","))
@@ -89,32 +89,31 @@ def number(text: str) -> Fraction | None:
         return None
 
 
-def numeric(prediction: str, accepted: Sequence[str]) -> bool:
-    """GSM8K's score. A prediction with two different numbers in it is no answer."""
-    value = number(stated_answer(prediction) or prediction)
-    return value is not None and any(value == number(gold) for gold in accepted)
+def score_number(prediction: str, accepted: Sequence[str]) -> bool:
+    """GSM8K's score. A prediction with two numbers in it is wrong."""
+    value = number_in(stated_answer(prediction) or prediction)
+    return value is not None and value in [number_in(gold) for gold in accepted]
 
 
-def letter(prediction: str, accepted: Sequence[str]) -> bool:
+def score_letter(prediction: str, accepted: Sequence[str]) -> bool:
     """MMLU's score."""
     text = re.sub(r"[*`_]+", "", last_boxed(prediction) or prediction).strip()  # **B**
     found = _LETTERS[0].search(text) or _LETTERS[1].match(text)
     return found is not None and found[1].upper() in {gold.strip().upper() for gold in accepted}
 
 
-def math(prediction: str, accepted: Sequence[str]) -> bool:
+def score_mathematics(prediction: str, accepted: Sequence[str]) -> bool:
     """MATH's score: the clean-up decides cheaply where it can, `math-verify` where it cannot."""
     answer = stated_answer(prediction) or prediction.strip()
-    return (
-        bool(answer)
-        and len(answer) <= LONGEST
-        and any(_same_mathematics(answer, last_boxed(g) or g) for g in accepted)
-    )
+    if not answer or len(answer) > LONGEST:
+        return False
+    return any(_same_mathematics(answer, last_boxed(gold) or gold) for gold in accepted)
 
 
 def clean_latex(text: str) -> str:
-    r"""One spelling for what MATH's own script takes as equal: sizes, spaces, units, signs,
-    `\frac12`, `.5`, a leading `x =`.
+    r"""One spelling for what MATH's own script takes as equal.
+
+    That covers sizes, spaces, units, signs, `\frac12`, `.5` and a leading `x =`.
 
     >>> clean_latex(r"x = \dfrac12\text{ cm}")
     '\\frac{1}{2}'
@@ -125,19 +124,16 @@ def clean_latex(text: str) -> str:
     )
     text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", text)
     text = re.sub(r"\^\s*(?:\\circ|\{\\circ\})|\\degree(?![a-zA-Z])|\\?%|\$", "", text)
-    text = re.sub(
-        r"(?<=[\w)}])\s*\\(?:text|mbox|mathrm)\{\s[^{}]*\}$", "", text
-    )  # a unit behind a value
+    # A unit behind a value.
+    text = re.sub(r"(?<=[\w)}])\s*\\(?:text|mbox|mathrm)\{\s[^{}]*\}$", "", text)
     text = re.sub(r"\\(?:text|mbox|mathrm|textbf|mathbf)\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"^[a-zA-Z]\s*=\s*(?=.)", "", text)
-    text = re.sub(
-        r"\\(frac|sqrt)\s*([0-9a-zA-Z])(?![a-zA-Z])", r"\\\1{\2}", text
-    )  # \frac12 → \frac{1}2
+    # \frac12 → \frac{1}2 → \frac{1}{2}
+    text = re.sub(r"\\(frac|sqrt)\s*([0-9a-zA-Z])(?![a-zA-Z])", r"\\\1{\2}", text)
     text = re.sub(r"(\\frac\{[^{}]*\})\s*([0-9a-zA-Z])", r"\1{\2}", text)
     text = re.sub(r"(?<![\d.])\.(?=\d)", "0.", text)
-    text = re.sub(
-        r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))(?![^(\[]*[)\]])", "", text
-    )  # thousands, but not in tuples
+    # Separators of thousands, but not the commas of tuples.
+    text = re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))(?![^(\[]*[)\]])", "", text)
     text = re.sub(r"^(-?\d+)\.0+$", r"\1", text)
     text = re.sub(r"^(-?)(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", text)
     return re.sub(r"\s+", "", text)
@@ -162,13 +158,14 @@ def _verified(ours: str, theirs: str) -> bool:
         ) from None
     # The library's time limits are alarm signals, which only the main thread may set.
     limit = PATIENCE if threading.current_thread() is threading.main_thread() else None
-    gold, found = (parse(f"${text}$", parsing_timeout=limit) for text in (theirs, ours))
+    gold = parse(f"${theirs}$", parsing_timeout=limit)
+    found = parse(f"${ours}$", parsing_timeout=limit)
     return bool(gold and found) and verify(gold, found, timeout_seconds=limit)
 
 
 SCORERS: dict[str, Scorer] = {
-    "numeric": numeric,
-    "math": math,
-    "letter": letter,
+    "numeric": score_number,
+    "math": score_mathematics,
+    "letter": score_letter,
     "exact": exact_match,
 }

@@ -1,15 +1,15 @@
-"""An embedded set of word problems in GSM8K's shape, generated from a seed, with explicit chains of
-thought in two lengths.
+"""An embedded set of word problems in GSM8K's shape, with chains of thought in two lengths.
 
     Ann has 47 pens and gets 85 more. How many pens does Ann have?
 
-    full   Ann has 47 pens. Then Ann gets 85 pens. I add 47 and 85. 47+85: ones 7+5=12, tens 4+8+1=13, so 132
+    full   Ann has 47 pens. Then Ann gets 85 pens. I add 47 and 85.
+           47+85: ones 7+5=12, tens 4+8+1=13, so 132
            That makes 132 pens for Ann.
     brief  47+85: ones 7+5=12, tens 4+8+1=13, so 132
 
-Both are right, and the brief one leaves out words only, never a step of the computation: what
-concise self-training is to find. Kinds: sum, difference and two_steps (a sum, then a difference).
-Splits share words, never the numbers of a problem.
+(In a full chain the first two lines are one.) Both are right. The brief one leaves out words, never
+a step of the computation: concise self-training should find it. Kinds: sum, difference and
+two_steps (a sum, then a difference). Splits share words, but no numbers of a problem.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from alar.domains.tool.arithmetic import add_text, subtract_text
+from alar.domains.arithmetic import add_text, subtract_text
 
 KINDS = ("sum", "difference", "two_steps")
 STYLES = ("full", "brief")
@@ -51,7 +51,7 @@ def problems(split: str, seed: int = 0) -> Iterator[Problem]:
     while True:
         kind = KINDS[number % len(KINDS)]
         values = _values(kind, rng)
-        if split_of(kind, values) == split:
+        if _split_of(kind, values) == split:
             number += 1
             yield _problem(kind, values, rng.choice(_NAMES), rng.choice(_THINGS))
 
@@ -60,15 +60,14 @@ def rows(split: str, count: int, seed: int = 0, style: str = "full") -> list[dic
     """`count` distinct problems as rows of GSM8K's columns, with an id."""
     found: dict[str, dict[str, str]] = {}
     for problem in problems(split, seed):
-        found.setdefault(
-            problem.question, problem.row(style) | {"id": f"{problem.kind}-{len(found)}"}
-        )
+        row = problem.row(style) | {"id": f"{problem.kind}-{len(found)}"}
+        found.setdefault(problem.question, row)
         if len(found) == count:
             return list(found.values())
 
 
-def split_of(kind: str, values: tuple[int, ...]) -> str:
-    """The split that a combination of numbers belongs to: one in five is for the test."""
+def _split_of(kind: str, values: tuple[int, ...]) -> str:
+    """The split that a combination of numbers belongs to; one in five is for the test."""
     return "test" if zlib.crc32(f"{kind} {values}".encode()) % 5 == 0 else "train"
 
 
@@ -86,9 +85,8 @@ def _problem(kind: str, values: tuple[int, ...], name: str, things: str) -> Prob
     if kind == "difference":
         answer, steps = a - b, subtract_text(a, b)
         text = f"{name} has {a} {things} and gives away {b}."
-        words = (
-            f"{name} has {a} {things}. Then {name} gives away {b} {things}. I take {b} from {a}."
-        )
+        words = f"{name} has {a} {things}. Then {name} gives away {b} {things}."
+        words += f" I take {b} from {a}."
     else:
         answer, steps = a + b, add_text(a, b)
         text = f"{name} has {a} {things} and gets {b} more."

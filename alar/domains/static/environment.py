@@ -1,5 +1,4 @@
-"""Answer datasets as an environment of the agent loop: the only action is the answer, and each
-question brings its scorer."""
+"""Answer datasets as an environment: the only action is the answer, and questions name a scorer."""
 
 from __future__ import annotations
 
@@ -12,8 +11,10 @@ from alar.records import Observation, Question, Trajectory
 
 
 class StaticEnvironment:
-    """`form` is "tagged" or "raw" (`alar.domains.static.forms`). Give the loop `max_turns=1`: more
-    lets a malformed turn try again."""
+    """`form` is "tagged" or "raw" (`alar.domains.static.forms`).
+
+    Give the loop `max_turns=1`: with more turns the policy may try again after a malformed one.
+    """
 
     final = ("answer",)
 

@@ -1,11 +1,11 @@
 """How a single turn on an answer dataset looks, as a `Form` of the agent loop.
 
-    tagged   <think>text</think>\\n\\n<answer>18</answer>                  latent blocks are possible, as in the search domain
-    raw      text … The answer is 18.<|im_end|>                          as papers on GSM8K and MATH write it; no tags at all
+    tagged   <think>text</think>\\n\\n<answer>18</answer>
+    raw      text … The answer is 18.<|im_end|>
 
-`tagged` is the search domain's form with another instruction and no search. In `raw` the whole text
-is the chain of thought and the answer is found in it: the last `\\boxed{}`, else after `####`, else
-after "answer is".
+`tagged` is the search domain's form with another instruction and no search; latent blocks are
+possible. `raw` has no tags, as papers on GSM8K and MATH write it: the whole text is the chain of
+thought, and the answer is found in it (`alar.domains.static.answers.stated_answer`).
 """
 
 from __future__ import annotations
@@ -23,18 +23,13 @@ RAW_INSTRUCTION = "Reason step by step. End with: The answer is"
 EXCHANGE_END = Trusted("<|im_end|>\n")
 
 
-class TaggedForm:
+class TaggedForm(protocol.SearchForm):
     """One reasoning block, then `<answer>`, which ends the turn."""
 
-    opening = protocol.BLOCK_SEPARATOR
-    closing = ""
     stop = ("</answer>",)
 
     def prompt(self, question) -> Sequence[str]:
         return chat_turn(f"{TAGGED_INSTRUCTION}\nQuestion: {question.text}\n")
-
-    def observation(self, text: str) -> Sequence[str]:
-        return (text,)
 
     def invalid(self, problem: str) -> str:
         return (
@@ -45,12 +40,9 @@ class TaggedForm:
     def parse(self, text: str) -> Turn:
         return protocol.parse_turn(text, ("answer",))
 
-    def action(self, name: str, argument: str) -> str:
-        return protocol.action_text(name, argument)
-
 
 class RawForm:
-    """Free text with the answer stated in it; the policy closes its turn itself."""
+    """Free text with the answer stated in it; the policy itself ends its turn."""
 
     opening = ""
     closing = Trusted("<|im_end|>")
@@ -79,5 +71,5 @@ FORMS = {"tagged": TaggedForm(), "raw": RawForm()}
 
 
 def chat_turn(text: str, *, opened: Trusted = Trusted("<|im_start|>user\n")) -> Sequence[str]:
-    """What the user says in ChatML, with the generation prompt."""
+    """What the user says, in ChatML, and the opening of the assistant's turn."""
     return opened, text, Trusted("<|im_end|>\n<|im_start|>assistant\n")

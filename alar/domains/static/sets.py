@@ -1,13 +1,11 @@
-"""Answer datasets as `Question` records: the published ones by name, and anybody's files in one of
-their shapes.
+"""Answer datasets as `Question` records: published ones by name, and files in one of their shapes.
 
-| format | hub set | columns | scorer |
+| format | columns | may also have | scorer |
 |---|---|---|---|
-| gsm8k | openai/gsm8k (main) | question, answer: a chain, then `#### 18` | numeric |
-| math | nlile/hendrycks-MATH-benchmark | problem, solution with `\\boxed{}`; answer, subject, level
-if there | math | | mmlu | cais/mmlu (all) | question, choices (4), answer 0–3 or A–D; subject if
-there | letter | | metamathqa | meta-math/MetaMathQA | query, response that ends in `The answer is:
-18`; type if there | math |
+| gsm8k | question, answer: a chain, then `#### 18` | subject | numeric |
+| math | problem, solution with `\\boxed{}` | answer, subject, type | math |
+| mmlu | question, choices, answer: 0–3 or A–D | subject | letter |
+| metamathqa | query, response that ends in `The answer is: 18` | type | math |
 
 A *format* is a processor (row → question text, accepted answers, solution) with a scorer; `FORMATS`
 is a plain dict to which others can be added. Every broken row is an error that names file, row and
@@ -21,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from alar.domains.search.datasets import DatasetError, hub_rows, read_rows, sampled
+from alar.domains.search.datasets import DatasetError, fixed_sample, hub_rows, read_rows
 from alar.domains.static import arithmetic
 from alar.domains.static.answers import SCORERS, after_hashes, last_boxed, stated_answer
 from alar.records import Question
@@ -42,8 +40,7 @@ class Processed:
 
 @dataclass(frozen=True)
 class Format:
-    """`columns` must be there, whatever the processor reads besides. `scorer` is a name in
-    `answers.SCORERS`."""
+    """`columns` must be there; the processor may read others. `scorer` is in `answers.SCORERS`."""
 
     columns: tuple[str, ...]
     process: Callable[[dict], Processed]
@@ -52,7 +49,7 @@ class Format:
 
 @dataclass(frozen=True)
 class Published:
-    """A set on the hub; `train` and `test` are its splits' names, best first."""
+    """A set on the hub; `train` and `test` name its splits, best first."""
 
     hub: str
     config: str | None
@@ -62,71 +59,55 @@ class Published:
     size: int = 0  # of the test split
 
 
-def gsm8k(row: dict) -> Processed:
+def read_gsm8k(row: dict) -> Processed:
     gold = after_hashes(row["answer"])
     if gold is None:
         raise ValueError(f"answer: no `####` with the final answer in {row['answer'][-60:]!r}")
-    return Processed(
-        row["question"],
-        (gold.replace(",", ""),),
-        row["answer"].rpartition("####")[0].strip(),
-        _text(row, "subject"),
-    )
+    chain = row["answer"].rpartition("####")[0].strip()
+    return Processed(row["question"], (gold.replace(",", ""),), chain, _text(row, "subject"))
 
 
-def math(row: dict) -> Processed:
+def read_math(row: dict) -> Processed:
     gold = _text(row, "answer") or last_boxed(row["solution"])
     if not gold:
         raise ValueError(
-            f"solution: no `\\boxed{{}}` in {row['solution'][-60:]!r}, and there is no column"
-            " answer"
+            f"solution: no `\\boxed{{}}` in {row['solution'][-60:]!r}, and no column answer"
         )
-    return Processed(
-        row["problem"], (gold,), row["solution"], _text(row, "subject") or _text(row, "type")
-    )
+    subject = _text(row, "subject") or _text(row, "type")
+    return Processed(row["problem"], (gold,), row["solution"], subject)
 
 
-def mmlu(row: dict) -> Processed:
+def read_mmlu(row: dict) -> Processed:
     choices, gold = row["choices"], row["answer"]
-    if (
-        not isinstance(choices, Sequence)
-        or isinstance(choices, str)
-        or not 2 <= len(choices) <= len(LETTERS)
-    ):
+    listed = isinstance(choices, Sequence) and not isinstance(choices, str)
+    if not listed or not 2 <= len(choices) <= len(LETTERS):
         raise ValueError(f"choices: expected 2 to {len(LETTERS)} texts, got {choices!r:.80}")
     names = LETTERS[: len(choices)]
-    gold = names.find(gold.strip().upper()) if isinstance(gold, str) and gold.strip() else gold
-    if not isinstance(gold, int) or isinstance(gold, bool) or not 0 <= gold < len(choices):
+    if isinstance(gold, str) and gold.strip():
+        gold = names.find(gold.strip().upper())
+    if type(gold) is not int or not 0 <= gold < len(choices):
         raise ValueError(
             f"answer: expected a number below {len(choices)} or a letter of {names}, got"
             f" {row['answer']!r}"
         )
     options = "\n".join(f"{name}. {choice}" for name, choice in zip(names, choices))
-    return Processed(
-        f"{row['question']}\n{options}\nAnswer with the letter.",
-        (names[gold],),
-        "",
-        _text(row, "subject"),
-    )
+    text = f"{row['question']}\n{options}\nAnswer with the letter."
+    return Processed(text, (names[gold],), "", _text(row, "subject"))
 
 
-def metamathqa(row: dict) -> Processed:
+def read_metamathqa(row: dict) -> Processed:
     gold = stated_answer(row["response"])
     if gold is None:
         raise ValueError(f"response: no `The answer is: …` in {row['response'][-60:]!r}")
-    return Processed(
-        row["query"],
-        (gold,),
-        row["response"].rpartition("The answer is")[0].strip(),
-        _text(row, "type"),
-    )
+    chain = row["response"].rpartition("The answer is")[0].strip()
+    return Processed(row["query"], (gold,), chain, _text(row, "type"))
 
 
 FORMATS = {
-    "gsm8k": Format(("question", "answer"), gsm8k, "numeric"),
-    "math": Format(("problem", "solution"), math, "math"),
-    "mmlu": Format(("question", "choices", "answer"), mmlu, "letter"),
-    "metamathqa": Format(("query", "response"), metamathqa, "math"),
+    "gsm8k": Format(("question", "answer"), read_gsm8k, "numeric"),
+    "math": Format(("problem", "solution"), read_math, "math"),
+    "mmlu": Format(("question", "choices", "answer"), read_mmlu, "letter"),
+    "metamathqa": Format(("query", "response"), read_metamathqa, "math"),
 }
 PUBLISHED = {
     "gsm8k": Published("openai/gsm8k", "main", "gsm8k", size=1319),
@@ -136,7 +117,7 @@ PUBLISHED = {
 }
 
 
-def load(
+def load_questions(
     source: str | Path,
     split: str = "test",
     *,
@@ -157,11 +138,9 @@ def load(
         raise ValueError(f"split {split!r}: expected train or test")
     name = str(source)
     if name == EMBEDDED:
-        rows = (
-            (f"{name}, row {i}", row)
-            for i, row in enumerate(arithmetic.rows(split, limit or 2000, seed), start=1)
-        )
-        return from_rows(rows, name, FORMATS["gsm8k"])
+        rows = arithmetic.rows(split, limit or 2000, seed)
+        numbered = [(f"{name}, row {i}", row) for i, row in enumerate(rows, start=1)]
+        return from_rows(numbered, name, FORMATS["gsm8k"])
     if name in PUBLISHED:
         published = PUBLISHED[name]
         rows = hub_rows(hub or published.hub, published.config, getattr(published, split))
@@ -188,13 +167,10 @@ def from_rows(rows: Iterable[tuple[str, dict]], name: str, format: Format) -> li
                 f"{where}: no column {', '.join(missing)}; the columns here are"
                 f" {', '.join(map(str, row))}"
             )
-        wrong = [
-            c
-            for c in format.columns
-            if c not in ("choices", "answer") and not isinstance(row[c], str)
-        ]
-        if wrong:
-            raise DatasetError(f"{where}: {wrong[0]}: expected a text, got {row[wrong[0]]!r:.80}")
+        for column in format.columns:
+            value = row[column]
+            if column not in ("choices", "answer") and not isinstance(value, str):
+                raise DatasetError(f"{where}: {column}: expected a text, got {value!r:.80}")
         try:
             found = format.process(row)
         except (ValueError, TypeError, AttributeError) as error:
@@ -203,6 +179,7 @@ def from_rows(rows: Iterable[tuple[str, dict]], name: str, format: Format) -> li
             raise DatasetError(f"{where}: the question is empty")
         details = {"scorer": format.scorer, "solution": found.solution, "subject": found.subject}
         written = json.dumps(details, ensure_ascii=False)
+        # Rows without an id are numbered.
         identity = f"{name}/{number if row.get('id') in (None, '') else row['id']}"
         questions.append(
             Question(identity, found.text.strip(), found.answers, name, details=written)
@@ -215,7 +192,7 @@ def from_rows(rows: Iterable[tuple[str, dict]], name: str, format: Format) -> li
 
 
 def subject_of(question: Question) -> str:
-    """MMLU's and MATH's subject, the embedded set's kind, "" elsewhere."""
+    """The subject of MMLU and MATH, the kind of an embedded problem, "" elsewhere."""
     return json.loads(question.details)["subject"] if question.details else ""
 
 
@@ -247,7 +224,7 @@ def _format(name: str, row: dict, source: str) -> Format:
 
 
 def _limited(questions: list[Question], limit: int) -> list[Question]:
-    return sampled(questions, limit) if limit else questions
+    return fixed_sample(questions, limit) if limit else questions
 
 
 def _text(row: dict, column: str) -> str:

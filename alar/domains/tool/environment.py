@@ -1,8 +1,7 @@
-"""The tool domain as an environment: calls are executed and answered, and a trajectory is judged by
-BFCL's own checker.
+"""The tool domain as an environment: it executes calls, and BFCL's own checker judges trajectories.
 
-One function, `verdict`, serves reward, filter of teacher traces and evaluation, so that what is
-trained is what is measured.
+One function, `verdict`, serves the reward, the filter of teacher traces and the evaluation, so that
+what is trained is what is measured.
 """
 
 from __future__ import annotations
@@ -14,21 +13,22 @@ from alar import protocol
 from alar.domains.tool.bfcl import CheckResult, check_calls, reference_calls
 from alar.domains.tool.execution import Executor
 from alar.domains.tool.protocol import TOOL, parse_calls, responses_text
-from alar.domains.tool.requests import Request, request_of
+from alar.domains.tool.requests import ToolRequest, request_of
 from alar.domains.tool.toolmind import SUCCESS, dense_score, expected_calls
 from alar.records import Observation, Question, Trajectory
 
 JUDGES = ("official", "toolmind")
+MALFORMED_SCORE = -0.2  # ToolMind's, also of calls that do not all match
 
 
 class ToolEnvironment:
     """Executes the calls of functions that the request offers and the whitelist holds.
 
-    `judge` is "official", BFCL's checker, or "toolmind", the score that ToolMind's teacher rollouts
-    are kept by: it forgives further arguments and JSON-like differences of type, and it is dense:
-    trajectories get a grade, which the reward uses. `execute=False` is for requests about functions
-    that nobody here can run (BFCL, ToolMind): a trajectory then ends with its first calls, as in
-    BFCL's single-turn categories.
+    `judge` is "official", BFCL's checker, or "toolmind", the score by which ToolMind's teacher
+    rollouts are kept. That one forgives further arguments and differences between JSON types, and
+    it gives trajectories a grade, which the reward uses. `execute=False` is for requests about
+    functions that nobody here can run (BFCL, ToolMind): a trajectory then ends with its first
+    calls, as in BFCL's single-turn categories.
     """
 
     form = TOOL
@@ -40,75 +40,72 @@ class ToolEnvironment:
         if judge not in JUDGES:
             raise ValueError(f"judge {judge!r}: expected one of {', '.join(JUDGES)}")
         self.judge = judge
-        self.executor = executor or Executor() if execute else None
+        self.executor = (executor or Executor()) if execute else None
         self.final = ("answer",) if execute else ("answer", "call")
 
     def observe(self, steps: Sequence[tuple[Question, protocol.Turn]]) -> list[Observation]:
         return [Observation(self._respond(request_of(question), turn)) for question, turn in steps]
 
     def correct(self, trajectory: Trajectory) -> bool:
-        return (
-            verdict(trajectory).correct
-            if self.judge == "official"
-            else toolmind_score(trajectory) >= SUCCESS
-        )
+        if self.judge == "official":
+            return verdict(trajectory).correct
+        return toolmind_score(trajectory) >= SUCCESS
 
     def grade(self, trajectory: Trajectory) -> float | None:
-        """The dense score as a share of that of a full match; None where only right and wrong
-        count."""
+        """The dense score as a share of a full match's; None where only right and wrong count."""
         return None if self.judge == "official" else toolmind_score(trajectory) / SUCCESS
 
-    def _respond(self, request: Request, turn: protocol.Turn) -> str:
+    def _respond(self, request: ToolRequest, turn: protocol.Turn) -> str:
         calls, problem = parse_calls(turn.argument)
         if problem:
             return self.form.invalid(problem)
-        return responses_text(
-            self.executor.run(calls, [function["name"] for function in request.functions])
-        )
+        offered = [function["name"] for function in request.functions]
+        return responses_text(self.executor.run(calls, offered))
 
 
 def verdict(trajectory: Trajectory) -> CheckResult:
-    """Whether every turn of calls is right, in order, and the final answer too where the question
-    has accepted ones.
+    """Whether every turn of calls is right, in order, and the final answer where one is asked for.
 
     A malformed turn is wrong, with its own problem as the reason; so is a trajectory without a
-    final action. A missing reasoning block alone is not wrong: it is what a model answers that does
-    not reason, and `Trajectory.well_formed` tells.
+    final action. A missing reasoning block alone is not wrong, since some models do not reason;
+    `Trajectory.well_formed` counts it.
     """
     calls, problem = _calls_made(trajectory)
     if problem:
         return CheckResult(False, problem)
     checked = check_turns(calls, request_of(trajectory.question))
+    # BFCL has no final answers; the embedded requests have.
     accepted = [_spaced(answer) for answer in trajectory.question.answers]
     if checked.correct and accepted and _spaced(trajectory.prediction) not in accepted:
-        return CheckResult(
-            False, f"the final answer is {trajectory.prediction[:80]!r}, expected {accepted[0]!r}"
-        )
+        said = trajectory.prediction[:80]
+        return CheckResult(False, f"the final answer is {said!r}, expected {accepted[0]!r}")
     return checked
 
 
 def toolmind_score(trajectory: Trajectory) -> float:
-    """`dense_score` averaged over the turns of calls that were made or expected; −0.2 for a
-    malformed trajectory."""
+    """`dense_score` averaged over the turns of calls that were made or expected.
+
+    A malformed trajectory scores `MALFORMED_SCORE`.
+    """
     calls, problem = _calls_made(trajectory)
+    if problem:
+        return MALFORMED_SCORE
     request = request_of(trajectory.question)
-    if request.truth is None and not problem:  # the category alone decides
-        return SUCCESS if check_turns(calls, request).correct else -0.2
-    own = trajectory.question.world == "toolmind"
-    expected = [
-        expected_calls(turn) if own else reference_calls(map(_without_optional, turn))
-        for turn in request.truth or ()
-    ]
-    if problem or not (calls or expected):
-        return -0.2 if problem else SUCCESS
-    scores = [
-        dense_score(made or [], wanted or []) for made, wanted in zip_longest(calls, expected)
-    ]
+    if request.truth is None:  # the category alone decides
+        return SUCCESS if check_turns(calls, request).correct else MALFORMED_SCORE
+    if trajectory.question.world == "toolmind":
+        expected = [expected_calls(turn) for turn in request.truth]
+    else:
+        expected = [reference_calls(map(_without_optional, turn)) for turn in request.truth]
+    if not calls and not expected:
+        return SUCCESS
+    pairs = zip_longest(calls, expected, fillvalue=[])
+    scores = [dense_score(made, wanted) for made, wanted in pairs]
     return sum(scores) / len(scores)
 
 
-def check_turns(calls: Sequence[list[dict]], request: Request) -> CheckResult:
-    """BFCL's verdict on the calls of every turn; the number of turns that call must be right too."""
+def check_turns(calls: Sequence[list[dict]], request: ToolRequest) -> CheckResult:
+    """BFCL's verdict on the calls of every turn; the number of turns with calls counts, too."""
     if request.truth is None:  # the category alone decides
         made = [call for turn in calls for call in turn]
         return check_calls(made, request, None, request.category)
@@ -116,17 +113,13 @@ def check_turns(calls: Sequence[list[dict]], request: Request) -> CheckResult:
         return CheckResult(False, f"{len(calls)} turns with calls, expected {len(request.truth)}")
     for number, (made, accepted) in enumerate(zip(calls, request.truth)):
         category = request.category
-        if (
-            category == "multi_turn"
-        ):  # BFCL has no such single-turn category: each turn is judged as what it is
+        if category == "multi_turn":  # not a category of the checker: each turn is what it is
             category = "multiple" if len(accepted) == 1 else "parallel_multiple"
         checked = check_calls(made, request, accepted, category)
+        if not checked.correct and len(request.truth) > 1:
+            return CheckResult(False, f"turn {number + 1}: {checked.reason}")
         if not checked.correct:
-            return (
-                checked
-                if len(request.truth) == 1
-                else CheckResult(False, f"turn {number + 1}: {checked.reason}")
-            )
+            return checked
     return CheckResult(True)
 
 
@@ -136,6 +129,7 @@ def _calls_made(trajectory: Trajectory) -> tuple[list[list[dict]], str]:
         return [], "no final answer"
     calls = []
     for turn in trajectory.turns:
+        # A missing block (mode "none") is forgiven; the calls still have to be valid.
         if not turn.well_formed and turn.mode != "none":
             return [], turn.problem
         if turn.action == "call":
@@ -147,8 +141,7 @@ def _calls_made(trajectory: Trajectory) -> tuple[list[list[dict]], str]:
 
 
 def _without_optional(accepted: dict) -> dict:
-    """Ground truth of one call, less the parameters that may be left out: this score asks for
-    nothing else of them."""
+    """The ground truth of one call, less the parameters that may be left out."""
     ((name, parameters),) = accepted.items()
     return {name: {key: values for key, values in parameters.items() if "" not in values}}
 

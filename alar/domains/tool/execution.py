@@ -1,13 +1,13 @@
-"""Execution of calls: a whitelist, schemas that bound every argument, and a worker process with
-limits on time and memory.
+"""Execution of calls: a whitelist, bounded arguments, and a child process with limits.
 
-Two walls, because each alone has a hole. Bounded, literal arguments (`alar.domains.tool.schema`)
-make every function of the whitelist finish at once; but a bound that somebody forgets would hang a
-whole rollout. So calls run in a child process: one that works for longer than `cpu_seconds` on a
-call ends there, the model reads an error, and the next call gets a fresh child. The limit counts
-the child's own processor time, so that results do not depend on what else the machine is doing;
-`timeout`, in seconds of the clock, is only for a function that waits. Nothing is ever evaluated:
-arguments are what `json.loads` returned, and names are looked up in a dictionary.
+There are two walls, because each alone has a hole. Bounded, literal arguments
+(`alar.domains.tool.schema`) make every function of the whitelist finish at once, but a bound that
+somebody forgets would hang a whole rollout. So calls run in a child process: if it works on a call
+for longer than `cpu_seconds` it ends, the model reads an error, and the next call gets a fresh
+child. The limit counts the child's own processor time, so that results do not depend on what else
+the machine is doing; `timeout`, in seconds of the clock, is only for a function that waits.
+Nothing is ever evaluated: arguments are what `json.loads` returned, and names are looked up in a
+dictionary.
 
 The child speaks JSON lines: [name, arguments] in, ["ok", result] or ["error", text] out.
 """
@@ -48,23 +48,20 @@ class Executor:
         timeout: float = 60.0,
         startup: float = 300.0,
     ):
-        self.whitelist, self.cpu_seconds, self.timeout, self.startup = (
-            whitelist,
-            cpu_seconds,
-            timeout,
-            startup,
-        )
+        self.whitelist = whitelist
+        self.cpu_seconds = cpu_seconds
+        self.timeout = timeout
+        self.startup = startup
         self.tools: dict[str, Tool] = _load(whitelist)
         self._child: subprocess.Popen | None = None
         self._unread = b""
         self._finalizer = None
 
     def run(self, calls: Sequence[dict], offered: Sequence[str] | None = None) -> list[str]:
-        """One response per call, in order; `offered` names the functions that this request may use
-        (all without it).
+        """One response per call, in order. Never raises for a call.
 
-        A response is the result as text (JSON unless it is text itself), or {"error": …}. Never
-        raises for a call.
+        `offered` names the functions that this request may use; by default all. A response is the
+        result as text (JSON unless it is text itself), or {"error": …}.
         """
         return [self._respond(call, self.tools if offered is None else offered) for call in calls]
 
@@ -98,23 +95,19 @@ class Executor:
         return tuple(json.loads(line))
 
     def _start(self) -> None:
-        root = str(Path(__file__).resolve().parents[2])
-        paths = os.pathsep.join(
-            [root, *filter(None, [os.environ.get("PYTHONPATH")]), *filter(None, sys.path)]
-        )
+        # The child finds what this process finds, whatever folder it was started in.
+        root = str(Path(__file__).resolve().parents[3])
+        known = [root, os.environ.get("PYTHONPATH"), *sys.path]
+        paths = os.pathsep.join(path for path in known if path)
+        module = ["-m", "alar.domains.tool.execution"]
         self._child = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "alar.domains.tool.execution",
-                self.whitelist,
-                str(self.cpu_seconds),
-            ],
+            [sys.executable, *module, self.whitelist, str(self.cpu_seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         )
+        # Ends the child with the executor, or with the interpreter.
         self._finalizer = weakref.finalize(self, _end, self._child)
         if self._line(self.startup) != b"ready":
             self.close()
@@ -133,8 +126,10 @@ class Executor:
 
 
 def response_text(result: Any) -> str:
-    """What the model reads: text as it is, anything else as JSON; cut at `MAX_RESPONSE`, and unable
-    to hold a tag."""
+    """What the model reads: text as it is, anything else as JSON.
+
+    It is cut at `MAX_RESPONSE`, and no tag can be in it.
+    """
     shown = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
     shown = shown.encode("utf-8", "replace").decode("utf-8").replace("<", "\\u003c")
     return shown if len(shown) <= MAX_RESPONSE else f"{shown[:MAX_RESPONSE]}…"
@@ -157,16 +152,15 @@ def _end(child: subprocess.Popen) -> None:
 
 
 def _serve(whitelist: str, cpu_seconds: float) -> None:
-    """The child: answers requests until its input ends, or dies of a timer that it set for a call
-    and did not outrun."""
+    """The child: it answers calls until its input ends, or until a call outlasts its timer."""
     tools = _load(whitelist)
     try:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     except (ImportError, ValueError, OSError):
-        pass  # no such limit on this system: time is limited all the same
-    sys.set_int_max_str_digits(5000)
+        pass  # this system has no such limit; time is limited all the same
+    sys.set_int_max_str_digits(5000)  # writing a number takes quadratic time
     answers = sys.stdout.buffer
     sys.stdout = sys.stderr  # nothing that a function prints may look like an answer
     answers.write(b"ready\n")
@@ -176,7 +170,7 @@ def _serve(whitelist: str, cpu_seconds: float) -> None:
         _set_timer(cpu_seconds)
         try:
             answer = json.dumps(["ok", tools[name].run(**arguments)], allow_nan=False)
-        except Exception as error:  # whatever a function raises is something the model gets to read
+        except Exception as error:  # the model reads whatever a function raises
             answer = json.dumps(["error", f"{type(error).__name__}: {error}"[:200]])
         _set_timer(0)
         answers.write(answer.encode() + b"\n")

@@ -1,5 +1,4 @@
-"""Dates, calendars, time zones and internet addresses: datetime, calendar, zoneinfo, ipaddress.
-Dates are ISO texts."""
+"""Dates (as ISO texts), time zones, internet addresses: datetime, calendar, zoneinfo, ipaddress."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import ipaddress
 from datetime import UTC, date, datetime, timedelta
 from zoneinfo import ZoneInfo
 
-from alar.domains.tool.schema import integer, table, text, tool
+from alar.domains.tool.schema import integer, text, tool, tools_by_name
 
 _DATE = text("YYYY-MM-DD", 10)
 _TIME = text("HH:MM", 5)
@@ -32,7 +31,7 @@ def _clock_elsewhere(date: str, time: str, zone: str, to: str) -> str:
 
 
 def _zone(name: str) -> ZoneInfo:
-    if name.startswith(("/", ".")):
+    if name.startswith(("/", ".")):  # a name becomes the path of a file to read
         raise ValueError(f"{name} is no time zone")
     return ZoneInfo(name)
 
@@ -41,7 +40,7 @@ def _offset(zone: str, date: str) -> str:
     return datetime.fromisoformat(f"{date}T12:00").replace(tzinfo=_zone(zone)).strftime("%z")
 
 
-TOOLS = table(
+TOOLS = tools_by_name(
     tool("weekday", "Day of the week.", lambda date: _day(date).strftime("%A"), date=_DATE),
     tool(
         "is_leap", "Whether a year is a leap year.", lambda year: calendar.isleap(year), year=_YEAR

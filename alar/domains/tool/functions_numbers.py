@@ -8,7 +8,7 @@ import math
 import statistics
 from fractions import Fraction
 
-from alar.domains.tool.schema import boolean, integer, number, numbers, table, text, tool
+from alar.domains.tool.schema import boolean, decimal, integer, numbers, text, tool, tools_by_name
 
 
 def _whole(value: float) -> int | float:
@@ -21,7 +21,7 @@ def _fraction(value: str) -> Fraction:
     return Fraction(value.replace(" ", ""))
 
 
-TOOLS = table(
+TOOLS = tools_by_name(
     tool("gcd", "Greatest common divisor.", lambda a, b: math.gcd(a, b), a=integer(), b=integer()),
     tool("lcm", "Least common multiple.", lambda a, b: math.lcm(a, b), a=integer(), b=integer()),
     tool("factorial", "Factorial of n.", lambda n: math.factorial(n), n=integer(0, 200)),
@@ -40,34 +40,34 @@ TOOLS = table(
         k=integer(0, 200),
     ),
     tool("isqrt", "Integer square root.", lambda n: math.isqrt(n), n=integer(0)),
-    tool("sqrt", "Square root.", lambda x: _whole(math.sqrt(x)), x=number(0)),
+    tool("sqrt", "Square root.", lambda x: _whole(math.sqrt(x)), x=decimal(0)),
     tool(
         "hypot",
         "Length of the hypotenuse.",
         lambda a, b: _whole(math.hypot(a, b)),
-        a=number(),
-        b=number(),
+        a=decimal(),
+        b=decimal(),
     ),
     tool(
         "log",
         "Logarithm to a base.",
         lambda x, base=10: _whole(math.log(x) / math.log(base)),
-        x=number(1e-9),
+        x=decimal(1e-9),
         base=integer(2, 1000, default=10),
     ),
     tool(
         "radians",
         "Degrees as radians.",
         lambda degrees: _whole(math.radians(degrees)),
-        degrees=number(),
+        degrees=decimal(),
     ),
-    tool("floor", "Round down.", lambda x: math.floor(x), x=number()),
-    tool("ceil", "Round up.", lambda x: math.ceil(x), x=number()),
+    tool("floor", "Round down.", lambda x: math.floor(x), x=decimal()),
+    tool("ceil", "Round up.", lambda x: math.ceil(x), x=decimal()),
     tool(
         "round_to",
         "Round to some digits.",
         lambda x, digits=0: _whole(round(x, digits)),
-        x=number(),
+        x=decimal(),
         digits=integer(0, 6, default=0),
     ),
     tool(

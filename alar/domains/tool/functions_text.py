@@ -1,5 +1,4 @@
-"""Text, Unicode, codes and colours: str, string, textwrap, unicodedata, codecs, base64, zlib,
-difflib, posixpath, colorsys."""
+"""Text, Unicode, codes, paths and colours, by the modules that are imported here."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ import unicodedata
 import zlib
 from urllib.parse import quote
 
-from alar.domains.tool.schema import boolean, choice, integer, table, text, tool
+from alar.domains.tool.schema import boolean, choice, integer, text, tool, tools_by_name
 
 _TEXT = text()
 _CHARACTER = text(longest=1)
@@ -38,7 +37,7 @@ def _sort_words(text: str, descending: bool = False) -> str:
     return " ".join(sorted(text.split(), reverse=descending))
 
 
-TOOLS = table(
+TOOLS = tools_by_name(
     tool("upper", "Upper case.", lambda text: text.upper(), text=_TEXT),
     tool("title_case", "Capital at each word.", lambda text: string.capwords(text), text=_TEXT),
     tool("swap_case", "Swap upper and lower case.", lambda text: text.swapcase(), text=_TEXT),

@@ -1,15 +1,14 @@
-"""Surface form of the tool domain: Qwen3's native tool template, with one reasoning block at the
-head of every turn.
+"""Surface form of the tool domain: Qwen3's tool template, with a reasoning block in every turn.
 
-    <think>text</think>\\n\\n<tool_call>\\n{"name": "gcd", "arguments": {"a": 12, "b":
-    18}}\\n</tool_call><|im_end|> <latent>••••</latent>\\n\\nThe final answer<|im_end|>
+    <think>text</think>\\n\\n<tool_call>\\n{"name": "f", "arguments": {}}\\n</tool_call><|im_end|>
+    <latent>••••</latent>\\n\\nThe final answer<|im_end|>
 
-A turn holds one or more calls, or the final answer. Deliberate: prompts are written here rather
-than by the checkpoint's own chat template. They are equal to it but for one thing: the template of
-Qwen3's thinking models ends the prompt with `<think>\\n`, and a model that finds the block already
-open can never choose `<latent>`.
+A turn holds one or more calls, or the final answer. Prompts are deliberately written here, not by
+the checkpoint's own chat template. They differ from it in one thing: the template of Qwen3's
+thinking models ends the prompt with `<think>\\n`, and a model that finds the block already open
+can never choose `<latent>`.
 
-Nothing that a policy writes makes the parser raise; what is malformed is a turn with a `problem`.
+Nothing that a policy writes makes the parser raise: a malformed turn has a `problem`.
 """
 
 from __future__ import annotations
@@ -48,14 +47,13 @@ def tools_text(functions: Sequence[dict]) -> str:
 
 
 def calls_text(calls: Sequence[dict]) -> str:
-    """Calls as the template writes them; a tag inside a text is escaped, so that every call can be
-    read back."""
-    bodies = (
-        f'{{"name": {_json(call["name"])}, "arguments": {_json(call["arguments"])}}}'
-        for call in calls
-    )
-    escaped = (_TAG.sub(lambda tag: f"\\u003c{tag[0][1:]}", body) for body in bodies)
-    return "\n".join(f"{CALL_OPEN}\n{body}\n{CALL_CLOSE}" for body in escaped)
+    """Calls as the template writes them; tags inside texts are escaped, so that all read back."""
+    written = []
+    for call in calls:
+        body = f'{{"name": {_json(call["name"])}, "arguments": {_json(call["arguments"])}}}'
+        body = _TAG.sub(lambda tag: f"\\u003c{tag[0][1:]}", body)
+        written.append(f"{CALL_OPEN}\n{body}\n{CALL_CLOSE}")
+    return "\n".join(written)
 
 
 def responses_text(responses: Sequence[str]) -> str:
@@ -64,8 +62,7 @@ def responses_text(responses: Sequence[str]) -> str:
 
 
 def parse_calls(text: str) -> tuple[list[dict], str]:
-    """(calls, problem): the calls in `text`, which stand one after another; ([], reason) unless all
-    are well formed.
+    """(calls, problem) of a text with calls one after another; ([], reason) unless all are valid.
 
     A call is a JSON object with exactly a `name` (text) and `arguments` (an object). Never raises.
     """
@@ -81,37 +78,42 @@ def parse_calls(text: str) -> tuple[list[dict], str]:
 
 
 def parse_turn(text: str) -> Turn:
-    """Parse what the policy wrote between two observations: action "call" (its argument is the text
-    of the calls), "answer", or None. Never raises."""
+    """Parse what the policy wrote between two observations. Never raises.
+
+    The action is "call" (its argument is the text of the calls), "answer", or None.
+    """
     mode, reasoning, rest, problem = protocol.leading_block(text, _TAG)
     found, outside = _split_calls(rest)
-    bodies = "\n".join(f"{CALL_OPEN}{body}{CALL_CLOSE}" for body in found)
-    action, argument = ("call", bodies) if bodies else ("answer", rest.strip())
-    tagged = _TAG.search(outside)
-    if tagged or not argument:
-        action, argument = (None, "") if action == "answer" else (action, argument)
-    if not problem:
-        if tagged:
-            problem = (
-                f"{tagged[0]} has no partner" if "tool_call" in tagged[0] else "more than one block"
-            )
-        elif action is None:
-            problem = "neither a call nor an answer"
-        elif action == "call":
-            problem = (
-                "text outside the block and the calls"
-                if outside.strip()
-                else parse_calls(argument)[1]
-            )
+    tagged = _TAG.search(outside)  # a tag that opens or closes nothing, or another block
+    action: str | None
+    if found:
+        action, argument = "call", "\n".join(f"{CALL_OPEN}{body}{CALL_CLOSE}" for body in found)
+    elif rest.strip() and not tagged:
+        action, argument = "answer", rest.strip()
+    else:
+        action, argument = None, ""
+    problem = problem or _turn_problem(action, argument, outside, tagged[0] if tagged else "")
     thinking = reasoning if mode == "think" else ""
     extra = outside if action == "call" or tagged else ""
     policy_text = thinking + _TAG.sub("", extra).strip().replace(protocol.BULLET, "")
     return Turn(mode, reasoning, action, argument, not problem, problem, policy_text)
 
 
+def _turn_problem(action: str | None, argument: str, outside: str, tag: str) -> str:
+    """What is wrong behind the block; `outside` is around the calls and has `tag` in it."""
+    if "tool_call" in tag:
+        return f"{tag} has no partner"
+    if tag:
+        return "more than one block"
+    if action is None:
+        return "neither a call nor an answer"
+    if action == "answer":
+        return ""
+    return "text outside the block and the calls" if outside.strip() else parse_calls(argument)[1]
+
+
 class ToolForm:
-    """The template as the agent loop uses it; a turn ends with `<|im_end|>`, which the policy
-    writes itself."""
+    """The template for the agent loop; the policy itself ends its turns, with `<|im_end|>`."""
 
     opening = ""
     closing = Trusted("<|im_end|>")
@@ -119,20 +121,19 @@ class ToolForm:
     def prompt(self, question: Question) -> Sequence[str]:
         request = request_of(question)
         messages = list(request.messages)
-        system = (
-            [messages.pop(0)["content"]] if messages and messages[0]["role"] == "system" else []
-        )
-        system += [tools_text(request.functions)] if request.functions else []
-        pieces = (
-            [Trusted("<|im_start|>system\n"), "\n\n".join(system), Trusted("<|im_end|>\n")]
-            if system
-            else []
-        )
+        system = []
+        if messages and messages[0]["role"] == "system":
+            system.append(messages.pop(0)["content"])
+        if request.functions:
+            system.append(tools_text(request.functions))
+        pieces = []
+        if system:
+            pieces += [Trusted("<|im_start|>system\n"), "\n\n".join(system)]
+            pieces.append(Trusted("<|im_end|>\n"))
         for message in messages:
-            opening = Trusted(
-                f"<|im_start|>{'assistant' if message['role'] == 'assistant' else 'user'}\n"
-            )
-            pieces += [opening, message["content"], Trusted("<|im_end|>\n")]
+            role = "assistant" if message["role"] == "assistant" else "user"
+            pieces += [Trusted(f"<|im_start|>{role}\n"), message["content"]]
+            pieces.append(Trusted("<|im_end|>\n"))
         return [*pieces, Trusted("<|im_start|>assistant\n")]
 
     def observation(self, text: str) -> Sequence[str]:
@@ -153,12 +154,16 @@ TOOL = ToolForm()
 
 
 def _split_calls(text: str) -> tuple[list[str], str]:
-    """(what stands between the tags of each call, what stands around the calls), in one pass over
-    the text."""
+    """(what stands between the tags of each call, what stands around the calls).
+
+    In one pass: a regular expression takes quadratic time for many tags without a partner.
+    """
     bodies, around, place = [], [], 0
-    while (start := text.find(CALL_OPEN, place)) >= 0 and (
-        end := text.find(CALL_CLOSE, start)
-    ) >= 0:
+    while True:
+        start = text.find(CALL_OPEN, place)
+        end = text.find(CALL_CLOSE, start)
+        if start < 0 or end < 0:
+            break
         bodies.append(text[start + len(CALL_OPEN) : end])
         around.append(text[place:start])
         place = end + len(CALL_CLOSE)
@@ -173,11 +178,8 @@ def _parse_call(body: str) -> tuple[dict, str]:
     if not isinstance(call, dict):
         return {}, f"a call is {type(call).__name__}, not an object with name and arguments"
     if set(call) != {"name", "arguments"}:
-        return (
-            {},
-            f"a call has the keys {sorted(map(str, call))[:6]}"[:LONGEST_PROBLEM]
-            + ", expected name and arguments",
-        )
+        keys = f"a call has the keys {sorted(map(str, call))[:6]}"[:LONGEST_PROBLEM]
+        return {}, f"{keys}, expected name and arguments"
     if not isinstance(call["name"], str):
         return {}, "the name of a call is not text"
     if not isinstance(call["arguments"], dict):

@@ -13,14 +13,14 @@ each.
 A turn is hard if a number or a date in its call has to be worked out first: "12 more than 30", "the
 minutes of 7 hours", "25 days after 2024-02-10". The last turn states the results, which is easy.
 
-Which provider's name a function has, `gcd_oak` or `gcd_elm`, is drawn for every request: names have
-to be read.
+The provider in a function's name, `gcd_oak` or `gcd_elm`, is drawn for every request, so that names
+have to be read.
 
-Splits share functions and their phrases. They do not share calls: every combination of a function
-and its arguments belongs to one split (`world.split_of`), whichever sentence asks for it. Nor do
-validation and test use the sentences and connections of training, or each other's. Base models are
-pretrained on "pretraining": the calls of "train" in fewer wordings. Later stages get more, as what
-is trained on few of them forgets how to read others.
+Splits share functions and their phrases, but no calls: every combination of a function and its
+arguments belongs to one split (`world.split_of_call`), whichever sentence asks for it. Validation
+and test have sentences and connections of their own, too. Base models are pretrained on
+"pretraining": the calls of "train" in fewer wordings. Later stages get more wordings, because a
+model trained on few forgets how to read others.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
-from alar.domains.tool import arithmetic, world
+from alar.domains import arithmetic
+from alar.domains.tool import world
 from alar.domains.tool.protocol import calls_text
-from alar.domains.tool.requests import Request, request_of
+from alar.domains.tool.requests import ToolRequest, request_of
 from alar.domains.tool.schema import Tool
 from alar.files import write_jsonl
 from alar.records import Question, Solved, Step
@@ -46,38 +47,41 @@ SPLITS = ("pretraining", "train", "validation", "test")
 HARD_SHARE = 0.4  # of the requests that call
 NOTHING_FITS = "None of the functions fits."
 _PRETRAINING_SENTENCES = (
-    "What is {0}?", "Tell me {0}.", "I need {0}.", "Find {0}.", "Please give me {0}.", "I want to know {0}, please.",
-)  # fmt: skip
+    "What is {0}?",
+    "Tell me {0}.",
+    "I need {0}.",
+    "Find {0}.",
+    "Please give me {0}.",
+    "I want to know {0}, please.",
+)
 _SENTENCES = {
     "pretraining": _PRETRAINING_SENTENCES,
     "train": (
-        _PRETRAINING_SENTENCES
-        + (
-            "I need to know {0}.",
-            "Find {0}, please.",
-            "Please, what is {0}?",
-            "Find me {0}.",
-            "Tell me, please, {0}.",
-            "Can you tell me {0}?",
-            "Can you find {0}, please?",
-            "Could you give me {0}?",
-            "Do you know {0}?",
-            "Find out {0}.",
-            "I would like to know {0}.",
-            "I am looking for {0}.",
-            "I have to know {0}.",
-            "I must know {0}.",
-            "We need {0}.",
-            "Now tell me {0}.",
-            "Now find {0}.",
-            "Look up {0}.",
-            "Show me {0}.",
-            "Show me, please, {0}.",
-            "Please let me know {0}.",
-            "Please get me {0}.",
-            "Help me find {0}.",
-            "What would {0} be?",
-        )
+        *_PRETRAINING_SENTENCES,
+        "I need to know {0}.",
+        "Find {0}, please.",
+        "Please, what is {0}?",
+        "Find me {0}.",
+        "Tell me, please, {0}.",
+        "Can you tell me {0}?",
+        "Can you find {0}, please?",
+        "Could you give me {0}?",
+        "Do you know {0}?",
+        "Find out {0}.",
+        "I would like to know {0}.",
+        "I am looking for {0}.",
+        "I have to know {0}.",
+        "I must know {0}.",
+        "We need {0}.",
+        "Now tell me {0}.",
+        "Now find {0}.",
+        "Look up {0}.",
+        "Show me {0}.",
+        "Show me, please, {0}.",
+        "Please let me know {0}.",
+        "Please get me {0}.",
+        "Help me find {0}.",
+        "What would {0} be?",
     ),
     "validation": (
         "I want {0}.",
@@ -91,8 +95,12 @@ _PRETRAINING_CONNECTIONS = (" and also ", "; and ", ", then ")
 _CONNECTIONS = {
     "pretraining": _PRETRAINING_CONNECTIONS,
     "train": (
-        _PRETRAINING_CONNECTIONS
-        + ("; then ", ", and also ", "; and also ", "; next ", "; after that ")
+        *_PRETRAINING_CONNECTIONS,
+        "; then ",
+        ", and also ",
+        "; and also ",
+        "; next ",
+        "; after that ",
     ),
     "validation": (", also ", ", then also "),
     "test": (" and then ", "; also "),
@@ -106,7 +114,7 @@ _UNITS = (
 
 
 @dataclass(frozen=True)
-class Call:
+class SolvedCall:
     """A call with the phrase that asks for it, what has to be worked out first, and its result."""
 
     tool: Tool
@@ -119,11 +127,23 @@ class Call:
         return {"name": self.tool.name, "arguments": self.arguments}
 
     def thought(self) -> str:
-        """The name stands in quotes, as in the list of functions, so that it is made of the same
-        tokens."""
-        return f'"{self.tool.name}", with ' + ", ".join(
-            f"{name} {world.noted(value)}" for name, value in self.arguments.items()
-        )
+        """The call in a chain of thought.
+
+        The name stands in quotes, as in the list of functions, so that its tokens are the same.
+        """
+        arguments = [f"{name} {world.noted(value)}" for name, value in self.arguments.items()]
+        return f'"{self.tool.name}", with {", ".join(arguments)}'
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What one request is drawn with; `offer` has every function under its name in the request."""
+
+    category: str
+    split: str
+    rng: random.Random
+    offer: dict[str, Tool]
+    hard: bool
 
 
 def _calls_of(split: str) -> str:
@@ -131,7 +151,7 @@ def _calls_of(split: str) -> str:
     return "train" if split == "pretraining" else split
 
 
-def computed(value: Any, slot: world.Slot, rng: random.Random) -> tuple[str, str] | None:
+def computed(value: Any, slot: world.ArgumentSlot, rng: random.Random) -> tuple[str, str] | None:
     """(words, working) for a value that is to be worked out; None where no computation fits."""
     if slot.kind == "date":
         end, days = date.fromisoformat(value), rng.randint(3, 28)
@@ -139,11 +159,10 @@ def computed(value: Any, slot: world.Slot, rng: random.Random) -> tuple[str, str
         return f"the day {days} days after {start}", arithmetic.later_text(start, days)
     if slot.kind != "integer" or not 10 <= value <= 999:
         return None
-    units = [
-        (words, factor)
-        for words, factor in _UNITS
-        if value % factor == 0 and 2 <= value // factor <= 40
-    ]
+    units = []  # the value as a number of weeks, years, …
+    for words, factor in _UNITS:
+        if value % factor == 0 and 2 <= value // factor <= 40:
+            units.append((words, factor))
     if units and rng.random() < 0.5:
         words, factor = rng.choice(units)
         return words.format(value // factor), arithmetic.times_text(value // factor, factor)
@@ -156,58 +175,48 @@ def computed(value: Any, slot: world.Slot, rng: random.Random) -> tuple[str, str
 
 def sample_call(
     phrase: world.Phrase,
-    split: str,
-    rng: random.Random,
-    offer: dict[str, Tool],
+    draw: Draw,
     *,
     hard: bool = False,
     given: dict | None = None,
     inner: bool = False,
-) -> Call | None:
-    """Draw the arguments of one call; None if the draw belongs to another split, fails, or has
-    nothing to compute.
+) -> SolvedCall | None:
+    """Draw the arguments of one call.
 
-    `offer` has every function as the request names it. `given` maps one parameter to (value,
-    words), taken instead of a draw. `inner` words it as a noun, to stand in a sentence.
+    None if the draw belongs to another split, fails, or is to be hard and has nothing to compute.
+    `given` maps one parameter to (value, words), taken instead of a draw. `inner` words the call as
+    a noun, to stand in a sentence.
     """
     given = given or {}
-    values = {
-        name: given[name][0] if name in given else slot.draw(rng)
-        for name, slot in phrase.slots.items()
-    }
-    arguments = {
-        name: value
-        for name in phrase.tool.parameters
-        if (value := (values | phrase.fixed).get(name)) is not None
-    }
-    if world.split_of(phrase.tool, arguments) != _calls_of(split):
+    values, words = {}, {}
+    for name, slot in phrase.slots.items():
+        if name in given:
+            values[name], words[name] = given[name]
+        else:
+            values[name] = slot.draw(draw.rng)
+            words[name] = world.said(values[name])
+    known = values | phrase.fixed
+    # In the order of the function's parameters.
+    arguments = {name: known[name] for name in phrase.tool.parameters if name in known}
+    if world.split_of_call(phrase.tool, arguments) != _calls_of(draw.split):
         return None
     result = world.result_of(phrase.tool, arguments)
     if result is None:
         return None
-    words, working = (
-        {
-            name: given[name][1] if name in given else world.said(value)
-            for name, value in values.items()
-        },
-        "",
-    )
+    working = ""
     if hard:
-        places = [name for name in phrase.slots if name not in given and phrase.slots[name].kind]
-        rng.shuffle(places)
-        found = next(
-            (
-                (name, c)
-                for name in places
-                if (c := computed(values[name], phrase.slots[name], rng))
-            ),
-            None,
-        )
-        if found is None:
+        places = [name for name, slot in phrase.slots.items() if slot.kind and name not in given]
+        draw.rng.shuffle(places)
+        for place in places:
+            found = computed(values[place], phrase.slots[place], draw.rng)
+            if found:
+                words[place], working = found
+                break
+        else:
             return None
-        words[found[0]], working = found[1]
-    wording = phrase.wordings[0] if inner else rng.choice(phrase.wordings)
-    return Call(offer[phrase.tool.name], arguments, wording.format(**words), working, result)
+    wording = phrase.wordings[0] if inner else draw.rng.choice(phrase.wordings)
+    tool = draw.offer[phrase.tool.name]
+    return SolvedCall(tool, arguments, wording.format(**words), working, result)
 
 
 def sample_question(
@@ -218,187 +227,154 @@ def sample_question(
         raise ValueError(f"unknown category {category!r}: expected one of {', '.join(CATEGORIES)}")
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}: expected one of {', '.join(SPLITS)}")
+    write = {"multi_turn": _chain, "irrelevance": _irrelevant}.get(category, _one_turn)
     hard = rng.random() < hard_share
     while True:
-        offer = world.offer(rng)
-        if category == "multi_turn":
-            solved = _chain(split, rng, offer, hard)
-        elif category == "irrelevance":
-            solved = _irrelevant(split, rng, offer)
-        else:
-            solved = _one_turn(category, split, rng, offer, hard)
+        solved = write(Draw(category, split, rng, world.offer(rng), hard))
         if solved is not None:
             return solved
 
 
-def _one_turn(
-    category: str, split: str, rng: random.Random, offer: dict[str, Tool], hard: bool
-) -> Solved | None:
-    count = (
-        rng.choice((2, 2, 3))
-        if category == "parallel"
-        else 2
-        if category == "parallel_multiple"
-        else 1
-    )
-    if category == "parallel_multiple":
-        phrases = rng.sample(world.PHRASES, 2)
+def _one_turn(draw: Draw) -> Solved | None:
+    """One to three calls, all in the first turn."""
+    if draw.category == "parallel_multiple":
+        count = 2
+        phrases = draw.rng.sample(world.PHRASES, 2)
     else:
-        phrases = [rng.choice(world.PHRASES)] * count
+        count = draw.rng.choice((2, 2, 3)) if draw.category == "parallel" else 1
+        phrases = [draw.rng.choice(world.PHRASES)] * count
     calls = [
-        sample_call(phrase, split, rng, offer, hard=hard and number == 0)
+        sample_call(phrase, draw, hard=draw.hard and number == 0)
         for number, phrase in enumerate(phrases)
     ]
-    if None in calls or len({(c.tool.name, json.dumps(c.arguments)) for c in calls}) < count:
+    if None in calls:
         return None
-    if category == "parallel_multiple" and calls[0].tool is calls[1].tool:
+    if len({(call.tool.name, json.dumps(call.arguments)) for call in calls}) < count:
         return None
-    rng.shuffle(calls)
-    extra = {"multiple": (1, 2), "parallel_multiple": (0, 1)}.get(category, (0, 0))
+    if draw.category == "parallel_multiple" and calls[0].tool is calls[1].tool:
+        return None
+    draw.rng.shuffle(calls)
     working = "".join(f"{call.working}. " for call in calls if call.working)
-    first = Step(
-        f"{working}{_plan(calls)}.", "call", calls_text([call.written() for call in calls])
-    )
-    text = rng.choice(_CONNECTIONS[split]).join(call.asked for call in calls)
-    return _finish(
-        category,
-        split,
-        rng,
-        offer,
-        text,
-        calls,
-        [calls],
-        extra,
-        (0,) if hard else (),
-        [first, _last(calls)],
-    )
+    written = calls_text([call.written() for call in calls])
+    steps = [Step(f"{working}{_plan(calls)}.", "call", written), _last(calls)]
+    text = draw.rng.choice(_CONNECTIONS[draw.split]).join(call.asked for call in calls)
+    extra = {"multiple": (1, 2), "parallel_multiple": (0, 1)}.get(draw.category, (0, 0))
+    hard_turns = (0,) if draw.hard else ()
+    return _finish(draw, text, [calls], steps, extra=extra, answered=calls, hard_turns=hard_turns)
 
 
-def _chain(split: str, rng: random.Random, offer: dict[str, Tool], hard: bool) -> Solved | None:
-    outer = rng.choice(world.PHRASES)
+def _chain(draw: Draw) -> Solved | None:
+    """Two turns: the result of the first call is an argument of the second."""
+    outer = draw.rng.choice(world.PHRASES)
     places = [name for name, slot in outer.slots.items() if slot.kind]
     if not places:
         return None
-    place = rng.choice(places)
+    place = draw.rng.choice(places)
     slot = outer.slots[place]
-    inner = sample_call(
-        rng.choice(world.PHRASES), split, rng, offer, hard=hard and rng.random() < 0.5, inner=True
-    )
-    value = (
-        _as_argument(inner.result, slot)
-        if inner is not None and inner.tool is not offer[outer.tool.name]
-        else None
-    )
+    phrase = draw.rng.choice(world.PHRASES)
+    inner = sample_call(phrase, draw, hard=draw.hard and draw.rng.random() < 0.5, inner=True)
+    if inner is None or inner.tool is draw.offer[outer.tool.name]:
+        return None
+    value = _as_argument(inner.result, slot)
     if value is None:
         return None
-    working, words, hard_turns = "", inner.asked, (0,) if inner.working else ()
-    if hard and not inner.working:
+    working, words = "", inner.asked
+    hard_turns = (0,) if inner.working else ()
+    if draw.hard and not inner.working:  # then the second call has something to compute
         if slot.kind != "integer" or value + 2 > slot.high:
-            return None
-        more = rng.randint(2, min(slot.high - value, 99))
-        working, words, hard_turns = (
-            f" {arithmetic.add_text(value, more)}.",
-            f"{more} more than {words}",
-            (1,),
-        )
+            return None  # nothing to add, or no room for it
+        more = draw.rng.randint(2, min(slot.high - value, 99))
+        working = f" {arithmetic.add_text(value, more)}."
+        words = f"{more} more than {words}"
+        hard_turns = (1,)
         value += more
-    last = sample_call(outer, split, rng, offer, given={place: (value, words)})
+    last = sample_call(outer, draw, given={place: (value, words)})
     if last is None:
         return None
+    computing = f"{inner.working}. " if inner.working else ""
+    first = f"{computing}First {inner.thought()}."
+    second = f"It gives {world.noted(inner.result)}.{working} Now {last.thought()}."
     steps = [
-        Step(
-            f"{inner.working}{'. ' if inner.working else ''}First {inner.thought()}.",
-            "call",
-            calls_text([inner.written()]),
-        ),
-        Step(
-            f"It gives {world.noted(inner.result)}.{working} Now {last.thought()}.",
-            "call",
-            calls_text([last.written()]),
-        ),
+        Step(first, "call", calls_text([inner.written()])),
+        Step(second, "call", calls_text([last.written()])),
         _last([last]),
     ]
+    turns = [[inner], [last]]
     return _finish(
-        "multi_turn",
-        split,
-        rng,
-        offer,
-        last.asked,
-        [last],
-        [[inner], [last]],
-        (0, 1),
-        hard_turns,
-        steps,
+        draw, last.asked, turns, steps, extra=(0, 1), answered=[last], hard_turns=hard_turns
     )
 
 
-def _as_argument(result: str, slot: world.Slot) -> Any:
+def _as_argument(result: str, slot: world.ArgumentSlot) -> Any:
     """An earlier result as the value of an argument; None where it does not fit."""
     if slot.kind == "integer":
-        return int(result) if result.isdecimal() and slot.low <= int(result) <= slot.high else None
+        fits = result.isdecimal() and slot.low <= int(result) <= slot.high
+        return int(result) if fits else None
     try:
         return date.fromisoformat(result).isoformat() if len(result) == 10 else None
     except ValueError:
         return None
 
 
-def _irrelevant(split: str, rng: random.Random, offer: dict[str, Tool]) -> Solved | None:
-    phrase = rng.choice(world.PHRASES)
-    call = sample_call(phrase, split, rng, offer)
+def _irrelevant(draw: Draw) -> Solved | None:
+    """A request whose function is not offered."""
+    phrase = draw.rng.choice(world.PHRASES)
+    call = sample_call(phrase, draw)
     if call is None:
         return None
     step = Step(f'I need "{phrase.tool.name}" but it is not offered.', "answer", NOTHING_FITS)
-    return _finish(
-        "irrelevance", split, rng, offer, call.asked, [], [], (1, 2), (), [step], without=call.tool
-    )
+    return _finish(draw, call.asked, [], [step], extra=(1, 2), without=call.tool)
 
 
-def _plan(calls: Sequence[Call]) -> str:
-    """It begins to name a function before it matters whether that is offered: a small model learns
-    to look a name up, and to go on as the list does, but not to say at once whether anything fits.
+def _plan(calls: Sequence[SolvedCall]) -> str:
+    """The thought that names the functions before it matters whether they are offered.
+
+    A small model learns to look a name up and to continue it as the list does, but not to say at
+    once whether any function fits.
     """
     return f"I need {' and '.join(call.thought() for call in calls)}"
 
 
-def _last(calls: Sequence[Call]) -> Step:
+def _last(calls: Sequence[SolvedCall]) -> Step:
     seen = " and ".join(world.noted(call.result) for call in calls)
     said = f"The result{' is' if len(calls) == 1 else 's are'} {seen}."
     return Step(said, "answer", "; ".join(call.result for call in calls))
 
 
 def _finish(
-    category: str,
-    split: str,
-    rng: random.Random,
-    offer: dict[str, Tool],
+    draw: Draw,
     text: str,
-    answered: Sequence[Call],
-    turns: Sequence[Sequence[Call]],
-    extra: tuple[int, int],
-    hard_turns: tuple[int, ...],
+    turns: Sequence[Sequence[SolvedCall]],
     steps: Sequence[Step],
+    *,
+    extra: tuple[int, int],
+    answered: Sequence[SolvedCall] = (),
+    hard_turns: tuple[int, ...] = (),
     without: Tool | None = None,
 ) -> Solved:
+    """The request that asks for `text`.
+
+    Functions on offer: those of `turns`, and as many others as `extra` (fewest, most) says, but not
+    `without`. The final answer states the results of `answered`.
+    """
+    rng = draw.rng
+    # Each function once, in the order of the calls.
     tools = list({call.tool.name: call.tool for turn in turns for call in turn}.values())
-    others = [t for t in offer.values() if t is not without and t not in tools]
+    others = [tool for tool in draw.offer.values() if tool is not without and tool not in tools]
     tools += rng.sample(others, rng.randint(*extra))
     rng.shuffle(tools)
-    sentence = rng.choice(_SENTENCES[split]).format(text)
-    truth = tuple(
-        tuple(world.accepted(call.tool, call.arguments) for call in turn) for turn in turns
-    )
-    request = Request(
-        ({"role": "user", "content": sentence},),
-        tuple(t.function() for t in tools),
-        truth,
-        category,
-    )
-    identity = hashlib.sha256(f"{sentence}|{[t.name for t in tools]}".encode()).hexdigest()[:16]
+    sentence = rng.choice(_SENTENCES[draw.split]).format(text)
+    truth = []
+    for turn in turns:
+        truth.append(tuple(world.accepted(call.tool, call.arguments) for call in turn))
+    message = {"role": "user", "content": sentence}
+    functions = tuple(tool.function() for tool in tools)
+    request = ToolRequest((message,), functions, tuple(truth), draw.category)
+    names = [tool.name for tool in tools]
+    identity = hashlib.sha256(f"{sentence}|{names}".encode()).hexdigest()[:16]
     answers = ("; ".join(call.result for call in answered),) if answered else ()
-    return Solved(
-        request.question(identity, answers=answers, hard_turns=hard_turns, world=split),
-        tuple(steps),
-    )
+    question = request.question(identity, answers=answers, hard_turns=hard_turns, world=draw.split)
+    return Solved(question, tuple(steps))
 
 
 def solved_questions(
@@ -409,55 +385,54 @@ def solved_questions(
     *,
     hard_share: float = HARD_SHARE,
 ) -> list[Solved]:
-    """`count` distinct requests of a split, the categories in turn; the same arguments always give
-    the same list."""
+    """`count` distinct requests of a split, the categories in turn.
+
+    The same arguments always give the same list.
+    """
     rng = random.Random(f"tool {_calls_of(split)} {seed}")
     drawn: dict[str, Solved] = {}
     while len(drawn) < count:
-        solved = sample_question(
-            categories[len(drawn) % len(categories)], split, rng, hard_share=hard_share
-        )
+        category = categories[len(drawn) % len(categories)]
+        solved = sample_question(category, split, rng, hard_share=hard_share)
         drawn.setdefault(solved.question.id, solved)
     return list(drawn.values())
 
 
 def training_questions(count: int, *, seed: int, types: Sequence[str] = ()) -> list[Question]:
     """Requests of the training split; `types` (all categories without) come in turn."""
-    return [
-        solved.question for solved in solved_questions("train", count, seed, types or CATEGORIES)
-    ]
+    drawn = solved_questions("train", count, seed, types or CATEGORIES)
+    return [solved.question for solved in drawn]
 
 
 def validation_questions(count: int, *, seed: int = 0) -> list[Question]:
-    """Calls and sentences that no stage trains on; what choices are made on, never results."""
+    """Calls and sentences that no stage trains on: for choices, never for results."""
     return [solved.question for solved in solved_questions("validation", count, seed)]
 
 
 def test_questions(count: int) -> list[Question]:
-    """The first `count` of the fixed test split; categories alternate, so that any prefix is
-    balanced."""
+    """The first `count` of the fixed test split; the categories alternate in it."""
     return [solved.question for solved in solved_questions("test", count, 0)]
 
 
 def write_bfcl(questions: Sequence[Question], folder: str | Path) -> list[Path]:
-    """Write requests in BFCL's file format, one pair of files per category: NAME.json and
-    possible_answer/NAME.json.
+    """Write requests in BFCL's file format; return the files.
 
-    In "multi_turn" the ground truth has one list of calls per turn; elsewhere it is the calls, as
-    in BFCL.
+    Every category has two: NAME.json and possible_answer/NAME.json. In "multi_turn" the ground
+    truth has one list of calls per turn; elsewhere it is the calls, as in BFCL.
     """
     folder, written = Path(folder), []
     for category in dict.fromkeys(question.type for question in questions):
-        requests = [(q.id, request_of(q)) for q in questions if q.type == category]
-        asked = (
-            {"id": i, "question": [list(r.messages)], "function": list(r.functions)}
-            for i, r in requests
-        )
-        truths = ((i, [list(turn) for turn in r.truth]) for i, r in requests)
-        answers = (
-            {"id": i, "ground_truth": t if category == "multi_turn" else t[0] if t else []}
-            for i, t in truths
-        )
+        asked, answers = [], []
+        for question in questions:
+            if question.type != category:
+                continue
+            request = request_of(question)
+            row = {"id": question.id, "question": [list(request.messages)]}
+            asked.append(row | {"function": list(request.functions)})
+            truth = [list(turn) for turn in request.truth]
+            if category != "multi_turn":
+                truth = truth[0] if truth else []
+            answers.append({"id": question.id, "ground_truth": truth})
         for path, rows in (
             (folder / f"{category}.json", asked),
             (folder / "possible_answer" / f"{category}.json", answers),

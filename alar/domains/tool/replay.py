@@ -1,10 +1,9 @@
-"""ToolMind's recorded responses as an environment: a call is answered as the data answers it, or
-the trajectory ends.
+"""ToolMind's recorded responses as an environment.
 
-Nobody here can run ToolMind's functions. Where a whole episode is to be imitated, each turn of the
-teacher's calls gets the responses that the conversation has for the same calls (equal after
-`toolmind.coerced`), in whatever turns the teacher makes them. A call without a recorded response
-ends the trajectory with that reason; the last calls of a conversation that nobody answered end it
+Nobody here can run ToolMind's functions. Where a whole episode is to be imitated, each of the
+teacher's calls gets the response that the conversation has for the same call (equal after
+`toolmind.coerced`), in whatever turn the teacher makes it. A call without a recorded response ends
+the trajectory with that reason. The last calls of a conversation, if nobody answered them, end it
 as its final action.
 """
 
@@ -27,10 +26,12 @@ class ReplayEnvironment(ToolEnvironment):
     def __init__(self, rows: Sequence[ToolMindRow]):
         super().__init__(execute=False, judge="toolmind")
         self.final = ("answer",)  # calls are answered
-        self.recorded = {
-            row.id: {call_key(call): text for call, text in row.responses} for row in rows
-        }
-        self.last = {row.id: {call_key(call) for call in row.expected} for row in rows}
+        # By row: the response to each call, and the calls of the last turn.
+        self.recorded: dict[str, dict[str, str]] = {}
+        self.last: dict[str, set[str]] = {}
+        for row in rows:
+            self.recorded[row.id] = {call_key(call): text for call, text in row.responses}
+            self.last[row.id] = {call_key(call) for call in row.expected}
 
     def observe(self, steps: Sequence[tuple[Question, protocol.Turn]]) -> list[Observation]:
         return [self._replay(question.id, turn) for question, turn in steps]

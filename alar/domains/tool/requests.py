@@ -1,5 +1,4 @@
-"""A request of the tool domain: messages, the functions on offer, and the calls that are right,
-turn by turn.
+"""A request of the tool domain: messages, the functions on offer, and the right calls of each turn.
 
 It travels inside `alar.records.Question`: the user's words as `text`, the category as `type`,
 accepted final answers as `answers`, and everything else as JSON in `details`, so that one agent
@@ -16,44 +15,24 @@ from functools import lru_cache
 from alar.domains.tool.bfcl import BFCLQuestion
 from alar.records import Question
 
-# BFCL's type names, and those of other data sets, as JSON schema has them.
-SCHEMA_TYPES = {
-    "integer": "integer",
-    "int": "integer",
-    "long": "integer",
-    "short": "integer",
-    "byte": "integer",
-    "Bigint": "integer",
-    "float": "number",
-    "number": "number",
-    "double": "number",
-    "boolean": "boolean",
-    "bool": "boolean",
-    "string": "string",
-    "str": "string",
-    "String": "string",
-    "char": "string",
-    "any": "string",
-    "Any": "string",
-    "array": "array",
-    "list": "array",
-    "tuple": "array",
-    "Array": "array",
-    "ArrayList": "array",
-    "Queue": "array",
-    "Stack": "array",
-    "set": "array",
-    "object": "object",
-    "dict": "object",
-    "HashMap": "object",
-    "Hashtable": "object",
+# JSON schema's type names, with those of BFCL and other data sets that mean the same.
+_TYPES = {
+    "integer": "integer int long short byte Bigint",
+    "number": "number float double",
+    "boolean": "boolean bool",
+    "string": "string str String char any Any",
+    "array": "array list tuple Array ArrayList Queue Stack set",
+    "object": "object dict HashMap Hashtable",
 }
+SCHEMA_TYPES = {name: kind for kind, names in _TYPES.items() for name in names.split()}
 
 
 @dataclass(frozen=True)
-class Request:
-    """`truth` has BFCL's ground truth for every turn of calls: () means that no call is right; None
-    that the calls of the one turn are judged by the category alone."""
+class ToolRequest:
+    """`truth` has BFCL's ground truth for every turn of calls.
+
+    () means that no call is right, None that the category alone judges the calls of the one turn.
+    """
 
     messages: tuple[dict, ...]
     functions: tuple[dict, ...]
@@ -69,22 +48,23 @@ class Request:
         world: str = "",
     ) -> Question:
         details = {"messages": self.messages, "functions": self.functions, "truth": self.truth}
-        text = next((m["content"] for m in reversed(self.messages) if m["role"] == "user"), "")
+        written = json.dumps(details, ensure_ascii=False, separators=(",", ":"))
+        said = [message["content"] for message in self.messages if message["role"] == "user"]
         return Question(
             identity,
-            text,
+            said[-1] if said else "",
             tuple(answers),
             self.category,
             tuple(hard_turns),
             world,
-            json.dumps(details, ensure_ascii=False, separators=(",", ":")),
+            written,
         )
 
 
 def request_of(question: Question) -> Request:
     """The request inside a question. Raises ValueError for a question of another domain."""
     if not question.details:
-        raise ValueError(f"{question.id}: a question without details is none of the tool domain")
+        raise ValueError(f"{question.id}: a question without details is not of the tool domain")
     return _parsed(question.details, question.type)
 
 
@@ -92,30 +72,24 @@ def request_of(question: Question) -> Request:
 def _parsed(details: str, category: str) -> Request:
     fields = json.loads(details)
     truth = fields["truth"]
-    return Request(
-        tuple(fields["messages"]),
-        tuple(fields["functions"]),
-        None if truth is None else tuple(tuple(turn) for turn in truth),
-        category,
-    )
+    if truth is not None:
+        truth = tuple(tuple(turn) for turn in truth)
+    return ToolRequest(tuple(fields["messages"]), tuple(fields["functions"]), truth, category)
 
 
 def bfcl_request(question: BFCLQuestion) -> Request:
     truth = None if question.ground_truth is None else (question.ground_truth,)
-    return Request(question.messages, question.functions, truth, question.category)
+    return ToolRequest(question.messages, question.functions, truth, question.category)
 
 
 def json_schema(schema: dict) -> dict:
-    """A parameter description in JSON schema's type names, at every depth; other fields stay as
-    they are."""
+    """A parameter description in JSON schema's type names, at every depth."""
     converted = dict(schema)
-    kind = schema.get("type")
+    kind, properties = schema.get("type"), schema.get("properties")
     if isinstance(kind, str):
         converted["type"] = SCHEMA_TYPES.get(kind, "string")
-    if isinstance(schema.get("properties"), dict):
-        converted["properties"] = {
-            key: json_schema(value) for key, value in schema["properties"].items()
-        }
+    if isinstance(properties, dict):
+        converted["properties"] = {name: json_schema(each) for name, each in properties.items()}
     if isinstance(schema.get("items"), dict):
         converted["items"] = json_schema(schema["items"])
     return converted

@@ -1,10 +1,11 @@
-"""How a function of the tool world is described: a name, a sentence, parameters with types and
-bounds, and what runs.
+"""How a function of the tool world is described: name, sentence, parameters, and what runs.
 
 Two schemas follow from one description. The one that is *shown* (BFCL's form) has types, choices,
 defaults and required names, short enough for a small model's prompt. The one that is *enforced*
 before anything runs adds bounds: no integer, text or list beyond them reaches a function, so that
 none can be made to work for long.
+
+pydantic is imported where it is used: the process that runs the functions starts without it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ _LIMITS = {"ge": -_LARGEST, "le": _LARGEST}
 
 @dataclass(frozen=True)
 class Parameter:
-    """`kind` is BFCL's type name. `default` is None for a required parameter. `bounds` are
-    enforced, not shown."""
+    """`kind` is BFCL's type name, and `items` that of a list's items.
+
+    `default` is None for a required parameter. `bounds` are enforced, not shown.
+    """
 
     kind: str
     bounds: tuple[tuple[str, Any], ...] = ()
@@ -58,9 +61,9 @@ def _bounded(kind: str, bounds: dict) -> Any:
     from pydantic import Field
 
     types = {"integer": int, "float": float, "string": str, "boolean": bool}
-    return Annotated[
-        types[kind], Field(**bounds, **({"allow_inf_nan": False} if kind == "float" else {}))
-    ]
+    if kind == "float":
+        bounds = bounds | {"allow_inf_nan": False}
+    return Annotated[types[kind], Field(**bounds)]
 
 
 @dataclass(frozen=True)
@@ -72,19 +75,13 @@ class Tool:
 
     def function(self) -> dict:
         """The description that is shown, in BFCL's form."""
-        return {
-            "name": self.name,
-            "description": self.description,
-            "parameters": {
-                "type": "dict",
-                "properties": {
-                    name: parameter.shown() for name, parameter in self.parameters.items()
-                },
-                "required": [
-                    name for name, parameter in self.parameters.items() if parameter.default is None
-                ],
-            },
-        }
+        properties, required = {}, []
+        for name, parameter in self.parameters.items():
+            properties[name] = parameter.shown()
+            if parameter.default is None:
+                required.append(name)
+        parameters = {"type": "dict", "properties": properties, "required": required}
+        return {"name": self.name, "description": self.description, "parameters": parameters}
 
     def problem(self, arguments: dict) -> str:
         """What is wrong with these arguments; "" if the function may run with them."""
@@ -95,26 +92,30 @@ class Tool:
         except ValidationError as failed:
             first = failed.errors(include_url=False, include_context=False)[0]
             where = ".".join(map(str, first["loc"]))
-            return f"{where}: {first['msg']}"[:200] if where else first["msg"][:200]
+            problem = f"{where}: {first['msg']}" if where else first["msg"]
+            return problem[:200]
         return ""
 
     @cached_property
     def _model(self):
-        """The enforced schema. Strict: 5.0 is no integer and True no number, as in BFCL's checker;
-        unknown names are errors.
+        """The enforced schema; unknown names are errors.
 
-        pydantic is imported on use, since the process that runs the functions has no need of it.
+        It is strict as BFCL's checker is: 5.0 is not an integer and True is not a number.
         """
         from pydantic import ConfigDict, create_model
 
-        fields = {
-            name: (parameter.enforced(), ... if parameter.default is None else parameter.default)
-            for name, parameter in self.parameters.items()
-        }
+        fields = {}
+        for name, parameter in self.parameters.items():
+            default = ... if parameter.default is None else parameter.default
+            fields[name] = (parameter.enforced(), default)
         return create_model(self.name, __config__=ConfigDict(strict=True, extra="forbid"), **fields)
 
 
 def tool(name: str, description: str, run: Callable[..., Any], **parameters: Parameter) -> Tool:
+    """A tool whose `run` takes arguments by these names.
+
+    Most functions of the standard library know no names or other ones, hence the many lambdas.
+    """
     return Tool(name, description, parameters, run)
 
 
@@ -124,12 +125,12 @@ def integer(
     return Parameter("integer", (("ge", low), ("le", high)), description, default=default)
 
 
-def number(
+def decimal(
     low: float = -_LARGEST,
     high: float = _LARGEST,
     description: str = "",
     default: float | None = None,
-):
+) -> Parameter:
     return Parameter("float", (("ge", low), ("le", high)), description, default=default)
 
 
@@ -149,7 +150,7 @@ def numbers(kind: str = "float") -> Parameter:
     return Parameter("array", (("min_length", 1), ("max_length", MAX_ITEMS)), items=kind)
 
 
-def table(*tools: Tool) -> dict[str, Tool]:
+def tools_by_name(*tools: Tool) -> dict[str, Tool]:
     """Name → tool. ValueError for a name that two tools share."""
     found = {tool.name: tool for tool in tools}
     if len(found) < len(tools):

@@ -1,20 +1,19 @@
-"""ToolMind (`Nanbeige/ToolMind` on the hub): rows of {conversations, tools} as requests of the tool
-domain.
+"""ToolMind (`Nanbeige/ToolMind` on the hub): rows of {conversations, tools} as requests.
 
-What the published rows need, and get here:
+What is special about the published rows:
 
-- rows are prefixes of one another, one per assistant turn, so splits keep (first user message,
-tools) together; - functions come wrapped once or twice ({"type": "function", "function": {…}}),
-with `arguments` for `parameters`, with the
-  types `str`, `int` and `dict`, and with spaces in their names, which a call cannot have;
+- they are prefixes of one another, one per assistant turn, so splits keep rows of one (first user
+  message, tools) together;
+- functions come wrapped once or twice ({"type": "function", "function": {…}}), with `arguments` for
+  `parameters`, with the types `str`, `int` and `dict`, and with spaces in their names, which a call
+  cannot have;
 - `tool_calls` are {"function": {"name", "arguments"}} with arguments as an object or as JSON text;
-- several responses may follow one turn of calls: all are kept;
-- a conversation may end in calls that nobody answered: they are what its last turn should call.
+- several responses may follow one turn of calls, and all are kept;
+- a conversation may end in calls that nobody answered: its last turn should make them.
 
 A row becomes one request: its history up to the last turn of calls, and those calls as the truth.
 With `whole` it becomes its last episode instead: the history up to the last user message, and all
-turns of calls that follow, with their responses. Rows that cannot be read are counted by reason,
-never guessed at.
+turns of calls that follow, with their responses. Rows that cannot be read are counted by reason.
 """
 
 from __future__ import annotations
@@ -25,31 +24,31 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from alar.domains.tool.protocol import calls_text, responses_text
-from alar.domains.tool.requests import Request
+from alar.domains.tool.requests import ToolRequest
 
 SUCCESS = 1.5  # teacher rollouts with at least this score are kept
 SPLITS = (("test", 0.05), ("validation", 0.05))  # shares; the rest is for training
 
 
 class UnreadableRow(ValueError):
-    """A row that is no conversation with functions and calls; the text says why."""
+    """A row that is not a conversation with functions and calls; the text says why."""
 
 
 @dataclass(frozen=True)
 class ToolMindRow:
-    """`group` is what a split must keep together; `expected` are the calls that the last turn
-    should make.
+    """`group` is what a split must keep together, `expected` the calls of the last turn.
 
-    `responses` are (call, response) of the request's own turns of calls, those with an answer; only
-    whole episodes have any.
+    `responses` are (call, response) of the request's own turns of calls, where somebody answered
+    them; only whole episodes have any.
     """
 
     id: str
     group: str
-    request: Request
+    request: ToolRequest
     expected: tuple[dict, ...]
     responses: tuple[tuple[dict, str], ...] = ()
 
@@ -66,20 +65,25 @@ def load_rows(
     whole: bool = False,
     wanted: Callable[[ToolMindRow], bool] = lambda row: True,
 ) -> Loaded:
-    """The wanted requests of all rows that can be read. Of rows that ask for the same thing after
-    the same history, one is kept: the first, or the longest of whole episodes."""
+    """The wanted requests of all rows that can be read.
+
+    Of rows that ask for the same thing after the same history, one is kept: the first, or the
+    longest of whole episodes.
+    """
     kept: dict[str, ToolMindRow] = {}
     skipped: Counter = Counter()
     for record in records:
         try:
             row = read_row(record, whole=whole)
-        except (UnreadableRow, RecursionError) as problem:
-            skipped[
-                "nested too deeply" if isinstance(problem, RecursionError) else str(problem)
-            ] += 1
+        except UnreadableRow as problem:
+            skipped[str(problem)] += 1
+            continue
+        except RecursionError:
+            skipped["nested too deeply"] += 1
             continue
         if not wanted(row):
             continue
+        # Without `whole` all rows of one id are of one size, and the first stays.
         if row.id in kept:
             skipped["the same request as another row"] += 1
         if row.id not in kept or _size(row) > _size(kept[row.id]):
@@ -97,11 +101,10 @@ def read_row(record: dict, *, whole: bool = False) -> ToolMindRow:
     messages = _list(record.get("conversations"), "conversations")
     if not functions:
         raise UnreadableRow("no functions")
-    turns = [
-        n
-        for n, message in enumerate(messages)
-        if _role(message) == "assistant" and message.get("tool_calls")
-    ]
+    turns = []  # places of the messages that call
+    for place, message in enumerate(messages):
+        if _role(message) == "assistant" and message.get("tool_calls"):
+            turns.append(place)
     if not turns:
         raise UnreadableRow("no calls")
     names = {function["name"] for function in functions}
@@ -116,67 +119,56 @@ def read_row(record: dict, *, whole: bool = False) -> ToolMindRow:
         raise UnreadableRow("no calls")
     if {call["name"] for turn in expected for call in turn} - names:
         raise UnreadableRow("a call of a function that is not offered")
-    history = tuple(_history(messages[: asked[-1] + 1 if whole else turns[0]]))
+    end = asked[-1] + 1 if whole else turns[0]
+    history = tuple(_history(messages[:end]))
     first = next(message["content"] for message in history if message["role"] == "user")
-    truth = tuple(tuple(_truth(call) for call in turn) for turn in expected)
-    category = (
-        "multi_turn"
-        if len(truth) > 1
-        else "multiple"
-        if len(truth[0]) == 1
-        else "parallel_multiple"
-    )
-    _digest(expected)  # of text, as all that is stored
-    request = Request(history, functions, truth, category)
+    truth = tuple(tuple(map(_truth, turn)) for turn in expected)
+    if len(truth) > 1:
+        category = "multi_turn"
+    else:
+        category = "multiple" if len(truth[0]) == 1 else "parallel_multiple"
+    _digest(expected)  # raises for text that cannot be stored
+    request = ToolRequest(history, functions, truth, category)
     responses = _responses(messages, turns, expected) if whole else ()
-    return ToolMindRow(
-        _digest([history, functions]), _digest([first, functions]), request, expected[-1], responses
-    )
+    identity, group = _digest([history, functions]), _digest([first, functions])
+    return ToolMindRow(identity, group, request, expected[-1], responses)
 
 
 def read_function(tool: Any) -> dict:
-    """A function in BFCL's form, unwrapped, with a usable name, `parameters`, `properties` and
-    `required`."""
-    for _ in range(2):
+    """A function in BFCL's form, unwrapped, with a usable name. Raises UnreadableRow."""
+    for _ in range(2):  # some are wrapped twice
         if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
             tool = tool["function"]
-    if (
-        not isinstance(tool, dict)
-        or not isinstance(tool.get("name"), str)
-        or not usable_name(tool["name"])
-    ):
+    name = tool.get("name") if isinstance(tool, dict) else None
+    name = usable_name(name) if isinstance(name, str) else ""
+    if not name:
         raise UnreadableRow("a function without a name")
-    parameters = tool.get("parameters", tool.get("arguments"))
-    parameters = parameters if isinstance(parameters, dict) else {}
-    if "properties" not in parameters and all(
-        isinstance(value, dict) for value in parameters.values()
-    ):
-        parameters = {
-            "properties": parameters
-        }  # the parameters themselves, without a schema around them
-    properties = parameters.get("properties")
-    properties = (
-        {k: _schema(v) for k, v in properties.items()} if isinstance(properties, dict) else {}
-    )
-    required = parameters.get("required")
-    required = (
-        [name for name in properties if name in required] if isinstance(required, list) else []
-    )
-    return {
-        "name": usable_name(tool["name"]),
-        "description": str(tool.get("description") or ""),
-        "parameters": {"type": "dict", "properties": properties, "required": required},
+    given = tool.get("parameters", tool.get("arguments"))
+    given = given if isinstance(given, dict) else {}
+    if "properties" not in given and all(isinstance(value, dict) for value in given.values()):
+        given = {"properties": given}  # the parameters came without a schema around them
+    properties, required = given.get("properties"), given.get("required")
+    if not isinstance(properties, dict):
+        properties = {}
+    if not isinstance(required, list):
+        required = []
+    parameters = {
+        "type": "dict",
+        "properties": {key: _schema(value) for key, value in properties.items()},
+        "required": [key for key in properties if key in required],
     }
+    description = str(tool.get("description") or "")
+    return {"name": name, "description": description, "parameters": parameters}
 
 
 def usable_name(name: str) -> str:
-    """Names that a call can have: "Get weather (v2)" becomes "Get_weather_v2"."""
+    """A name that a call can have: "Get weather (v2)" becomes "Get_weather_v2"."""
     return re.sub(r"[^\w.-]+", "_", name.strip()).strip("_")
 
 
-def split_of(row: ToolMindRow) -> str:
-    """ "train", "validation" or "test", the same for all rows of one (first user message,
-    functions)."""
+def split_of_row(row: ToolMindRow) -> str:
+    """The split of a row: "train", "validation" or "test", the same for all rows of a group."""
+    # The group is a hash: its first digits are a place in [0, 1) that stays for ever.
     place, edge = int(row.group[:8], 16) / 16**8, 0.0
     for name, share in SPLITS:
         edge += share
@@ -186,15 +178,16 @@ def split_of(row: ToolMindRow) -> str:
 
 
 def dense_score(calls: Sequence[dict], expected: Sequence[dict]) -> float:
-    """ToolMind's score of a teacher's turn: correct calls over expected ones, + 0.5 if all match, −
-    0.2 otherwise.
+    """ToolMind's score of a teacher's turn.
 
-    Calls match in any order, each at most once. A call matches when it has the expected name and
-    every expected argument with the same value after `coerced`; further arguments do not count
-    against it. 1.5 is a full match. Without expected calls, none is right.
+    It is correct calls over expected ones, plus 0.5 if all match, minus 0.2 otherwise, so that 1.5
+    is a full match. Calls match in any order, each at most once. A call matches when it has the
+    expected name and every expected argument with the same value after `coerced`; further arguments
+    do not count against it. Where no call is expected, none is right.
     """
     if not expected:
         return 1.5 if not calls else -0.2
+    # Greedy: each expected call takes the first one left that matches.
     left, matched = list(calls), 0
     for wanted in expected:
         found = next((n for n, call in enumerate(left) if _matches(call, wanted)), None)
@@ -206,14 +199,16 @@ def dense_score(calls: Sequence[dict], expected: Sequence[dict]) -> float:
 
 
 def coerced(value: Any) -> Any:
-    """Values that JSON writers mix up become equal: 5.0 and "5" and 5, "true" and True, '["a"]' and
-    ["a"]; case is kept."""
+    """One value for those that JSON writers mix up; upper and lower case stay different.
+
+    5.0, "5" and 5 become equal, and so do "true" and True, '["a"]' and ["a"].
+    """
     if isinstance(value, str):
         try:
             inner = json.loads(value)
         except (ValueError, RecursionError):
             return value.strip()
-        return coerced(inner) if not isinstance(inner, str) else inner.strip()
+        return inner.strip() if isinstance(inner, str) else coerced(inner)
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):
@@ -224,17 +219,15 @@ def coerced(value: Any) -> Any:
 
 
 def _matches(call: dict, wanted: dict) -> bool:
-    if (
-        not isinstance(call, dict)
-        or call.get("name") != wanted["name"]
-        or not isinstance(call.get("arguments"), dict)
-    ):
+    if not isinstance(call, dict) or call.get("name") != wanted["name"]:
         return False
-    arguments = call["arguments"]
-    return all(
-        key in arguments and _same(arguments[key], value)
-        for key, value in wanted["arguments"].items()
-    )
+    arguments = call.get("arguments")
+    if not isinstance(arguments, dict):
+        return False
+    for key, value in wanted["arguments"].items():
+        if key not in arguments or not _same(arguments[key], value):
+            return False
+    return True
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -251,14 +244,20 @@ def _truth(call: dict) -> dict:
 
 
 def expected_calls(truth: Sequence[dict]) -> list[dict]:
-    """The calls behind the ground truth of a row; `bfcl.reference_calls` would take lists that they
-    hold for lists of choices."""
-    return [{"name": name, "arguments": {key: _plain(values[0]) for key, values in arguments.items()}}
-            for call in truth for name, arguments in call.items()]  # fmt: skip
+    """The calls that the ground truth of a row was made of (by `_truth`).
+
+    `bfcl.reference_calls` would take a list among the arguments for a list of choices.
+    """
+    calls = []
+    for call in truth:
+        for name, arguments in call.items():
+            plain = {key: _plain(values[0]) for key, values in arguments.items()}
+            calls.append({"name": name, "arguments": plain})
+    return calls
 
 
 def _plain(value: Any) -> Any:
-    """What `_accepted` was made of."""
+    """The inverse of `_accepted`."""
     if isinstance(value, dict):
         return {key: "" if inner == [" "] else inner[0] for key, inner in value.items()}
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
@@ -267,11 +266,11 @@ def _plain(value: Any) -> Any:
 
 
 def _accepted(value: Any) -> Any:
-    """An accepted value as BFCL writes it: inside a dict, or a list of dicts, every value is a list
-    of accepted ones again.
+    """An accepted value as BFCL writes it.
 
-    There an empty text would say that the key may be left out; a blank does not, and equals it:
-    texts compare without blanks.
+    Inside a dict, or a list of dicts, every value is a list of accepted ones again. There an empty
+    text would mean that the key may be left out. A blank does not, and equals an empty text, since
+    texts are compared without blanks.
     """
     if isinstance(value, dict):
         return {key: [" "] if inner == "" else [inner] for key, inner in value.items()}
@@ -286,9 +285,7 @@ def _schema(schema: Any) -> dict:
     kept = ("type", "description", "enum", "default", "items", "properties")
     fixed = {key: schema[key] for key in kept if key in schema}
     kind = fixed.get("type")
-    fixed["type"] = _TYPES.get(kind, kind) if isinstance(kind, str) else "string"
-    if fixed["type"] not in _TYPES.values():
-        fixed["type"] = "string"
+    fixed["type"] = _TYPES.get(kind, "string") if isinstance(kind, str) else "string"
     if fixed["type"] == "array":
         fixed["items"] = _schema(fixed.get("items"))
     if isinstance(fixed.get("properties"), dict):
@@ -296,30 +293,24 @@ def _schema(schema: Any) -> dict:
     return fixed
 
 
-# To BFCL's names, which its checker knows.
-_TYPES = {
-    "str": "string",
-    "string": "string",
-    "int": "integer",
-    "integer": "integer",
-    "float": "float",
-    "number": "float",
-    "double": "float",
-    "bool": "boolean",
-    "boolean": "boolean",
-    "list": "array",
-    "array": "array",
-    "tuple": "array",
-    "set": "array",
-    "dict": "dict",
-    "object": "dict",
+# BFCL's type names, which its checker knows, with the names in ToolMind that mean the same.
+_NAMES = {
+    "string": "string str",
+    "integer": "integer int",
+    "float": "float number double",
+    "boolean": "boolean bool",
+    "array": "array list tuple set",
+    "dict": "dict object",
     "any": "any",
 }
+_TYPES = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
 
 def _history(messages: Sequence[dict]) -> Iterable[dict]:
-    """Messages as the template writes them: earlier calls as text, all responses to one turn as one
-    user message."""
+    """Messages as the template writes them.
+
+    Earlier calls become text, and all responses to one turn become one user message.
+    """
     responses: list[str] = []
     for message in messages:
         role = _role(message)
@@ -329,11 +320,8 @@ def _history(messages: Sequence[dict]) -> Iterable[dict]:
         if role == "tool":
             responses.append(_content(message))
         elif role == "assistant" and message.get("tool_calls"):
-            calls = calls_text(_calls(message))
-            yield {
-                "role": "assistant",
-                "content": "\n".join(filter(None, [_content(message), calls])),
-            }
+            parts = [_content(message), calls_text(_calls(message))]
+            yield {"role": "assistant", "content": "\n".join(filter(None, parts))}
         else:
             yield {"role": role, "content": _content(message)}
     if responses:
@@ -343,16 +331,14 @@ def _history(messages: Sequence[dict]) -> Iterable[dict]:
 def _responses(
     messages: Sequence[dict], turns: Sequence[int], calls: Sequence[Sequence[dict]]
 ) -> tuple[tuple[dict, str], ...]:
-    """(call, response) of each turn of calls; the last turn may be unanswered. Raises UnreadableRow
-    where one cannot tell."""
+    """(call, response) of each turn of calls; the last turn may be unanswered.
+
+    Raises UnreadableRow where it is not clear which response belongs to which call.
+    """
     answered: dict[str, tuple[dict, str]] = {}
     for turn, made in zip(turns, calls):
-        texts = []
-        while (
-            turn + 1 + len(texts) < len(messages)
-            and messages[turn + 1 + len(texts)]["role"] == "tool"
-        ):
-            texts.append(_content(messages[turn + 1 + len(texts)]))
+        following = takewhile(lambda message: message["role"] == "tool", messages[turn + 1 :])
+        texts = [_content(message) for message in following]
         if len(texts) != len(made) and (texts or turn != turns[-1]):
             raise UnreadableRow("not as many responses as calls in a turn")
         for call, text in zip(made, texts):
@@ -390,13 +376,9 @@ def _role(message: Any) -> str:
 
 def _content(message: dict) -> str:
     content = message.get("content")
-    return (
-        content
-        if isinstance(content, str)
-        else ""
-        if content is None
-        else json.dumps(content, ensure_ascii=False)
-    )
+    if content is None or isinstance(content, str):
+        return content or ""
+    return json.dumps(content, ensure_ascii=False)
 
 
 def _list(value: Any, name: str) -> list:
@@ -417,5 +399,5 @@ def _digest(value: Any) -> str:
     text = json.dumps(value, sort_keys=True, ensure_ascii=False)
     try:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-    except UnicodeEncodeError:  # JSON may escape half of a surrogate pair, which no tokenizer takes
+    except UnicodeEncodeError:  # JSON can escape half of a surrogate pair; no tokenizer reads it
         raise UnreadableRow("text that is no Unicode") from None

@@ -1,5 +1,4 @@
-"""Where ToolMind's rows are read from: a JSON Lines file, a folder of such files, or the hub; and
-its requests as questions."""
+"""Where ToolMind's rows are read from: a JSON Lines file, a folder of such files, or the hub."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from alar.domains.tool.toolmind import load_rows, split_of
+from alar.domains.tool.toolmind import load_rows, split_of_row
 from alar.records import Question
 
 HUB = "Nanbeige/ToolMind"
@@ -17,14 +16,13 @@ FETCH = f'hf download {HUB} --repo-type dataset --include "{HUB_FILES}" --local-
 
 
 def toolmind_files(source: str | Path) -> list[Path]:
-    """The files of a source; those of a hub name are downloaded first. Raises FileNotFoundError
-    with the command that helps."""
+    """The files of a source; those of a hub name are downloaded first.
+
+    Raises FileNotFoundError with the command that helps.
+    """
     path = Path(source)
-    if (
-        not path.exists()
-        and re.fullmatch(r"[\w.-]+/[\w.-]+", str(source))
-        and path.suffix != ".jsonl"
-    ):
+    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) and path.suffix != ".jsonl"
+    if on_hub and not path.exists():
         path = _downloaded(str(source))
     files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
@@ -35,8 +33,7 @@ def toolmind_files(source: str | Path) -> list[Path]:
 
 
 def read_records(files: list[Path]) -> Iterator[dict]:
-    """All rows. Raises ValueError with file and line for what is no row: a file that is cut off
-    must not pass for a whole one."""
+    """All rows. Raises ValueError with file and line for anything else, such as a cut-off file."""
     for file in files:
         with file.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
@@ -56,24 +53,20 @@ def read_records(files: list[Path]) -> Iterator[dict]:
 
 
 def load_questions(source: str | Path, split: str = "train") -> list[Question]:
-    """The requests of a source's "train", "validation" or "test" split. Raises ValueError where
-    there are none."""
+    """The requests of a source's "train", "validation" or "test" split.
+
+    Raises ValueError where there are none.
+    """
     loaded = load_rows(read_records(toolmind_files(source)))
-    found = [
-        row.request.question(row.id, world="toolmind")
-        for row in loaded.rows
-        if split_of(row) == split
-    ]
-    if not found:
-        reasons = (
-            ", ".join(f"{reason}: {count}" for reason, count in loaded.skipped.most_common(3))
-            or "none was skipped"
-        )
+    rows = [row for row in loaded.rows if split_of_row(row) == split]
+    if not rows:
+        skipped = loaded.skipped.most_common(3)
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in skipped)
         raise ValueError(
             f"{source}: no request of the {split} split; {len(loaded.rows)} rows could be read"
-            f" ({reasons})"
+            f" ({reasons or 'none was skipped'})"
         )
-    return found
+    return [row.request.question(row.id, world="toolmind") for row in rows]
 
 
 def _downloaded(name: str) -> Path:

@@ -1,7 +1,6 @@
-"""What people may ask of the tool world: for 81 of its functions, noun phrases with places for its
-arguments, and their values.
+"""What people may ask of the tool world: noun phrases for 81 of its functions, and their values.
 
-`the greatest common divisor of {a} and {b}` is a phrase; questions put it into a sentence, join it
+`the greatest common divisor of {a} and {b}` is a phrase. Questions put it into a sentence, join it
 with others, or put it in the place of an argument of another phrase. Values are drawn at random;
 the facts are whatever the functions return.
 """
@@ -43,15 +42,18 @@ ZONES = (
     "Asia/Dubai",
     "Pacific/Auckland",
 )
-# of the words: an argument, or a result to repeat, may be any string, so none is known by heart
+# Share of made-up words: an argument or a result may be any string, so none is known by heart.
 MADE_UP_SHARE = 0.6
 LONGEST_RESULT = 24  # characters: final answers repeat it
 
 
 @dataclass(frozen=True)
-class Slot:
-    """How an argument's value is drawn; `kind` says what may stand in its place: a computed
-    "integer" or "date"."""
+class ArgumentSlot:
+    """How the value of an argument is drawn.
+
+    `kind` says what may stand in its place: a computed "integer" between `low` and `high`, a
+    computed "date", or ("") nothing.
+    """
 
     draw: Callable[[random.Random], Any]
     kind: str = ""
@@ -65,36 +67,40 @@ class Phrase:
 
     tool: Tool
     wordings: tuple[str, ...]
-    slots: dict[str, Slot]
+    slots: dict[str, ArgumentSlot]
     fixed: dict[str, Any]
 
 
-def _whole(low: int, high: int) -> Slot:
-    return Slot(lambda rng: rng.randint(low, high), "integer", low, high)
+def _whole(low: int, high: int) -> ArgumentSlot:
+    return ArgumentSlot(lambda rng: rng.randint(low, high), "integer", low, high)
 
 
-def _one_of(*values) -> Slot:
-    return Slot(lambda rng: rng.choice(values))
+def _one_of(*values) -> ArgumentSlot:
+    return ArgumentSlot(lambda rng: rng.choice(values))
 
 
-def _decimal(low: int, high: int) -> Slot:
-    return Slot(lambda rng: round(rng.randint(low * 100, high * 100) / 100, 2))
+def _decimal(low: int, high: int) -> ArgumentSlot:
+    return ArgumentSlot(lambda rng: round(rng.randint(low * 100, high * 100) / 100, 2))
 
 
-def _list(low: int = 1, high: int = 99, sizes: tuple[int, int] = (3, 5)) -> Slot:
-    return Slot(lambda rng: [rng.randint(low, high) for _ in range(rng.randint(*sizes))])
+def _list(low: int = 1, high: int = 99, sizes: tuple[int, int] = (3, 5)) -> ArgumentSlot:
+    return ArgumentSlot(lambda rng: [rng.randint(low, high) for _ in range(rng.randint(*sizes))])
 
 
 def _word(rng: random.Random) -> str:
     """A word of the language, or a made-up one of two or three syllables."""
     if rng.random() >= MADE_UP_SHARE:
         return rng.choice(WORDS)
-    return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") + rng.choice(("", "", "n", "r", "l"))
-                   for _ in range(rng.randint(2, 3)))  # fmt: skip
+    word = ""
+    for _ in range(rng.randint(2, 3)):
+        word += rng.choice("bdfgklmnprstvz")
+        word += rng.choice("aeiou")
+        word += rng.choice(("", "", "n", "r", "l"))
+    return word
 
 
-def _text(fewest: int, most: int) -> Slot:
-    return Slot(lambda rng: " ".join(_word(rng) for _ in range(rng.randint(fewest, most))))
+def _text(fewest: int, most: int) -> ArgumentSlot:
+    return ArgumentSlot(lambda rng: " ".join(_word(rng) for _ in range(rng.randint(fewest, most))))
 
 
 def _path(rng: random.Random) -> str:
@@ -102,8 +108,10 @@ def _path(rng: random.Random) -> str:
 
 
 def _character(rng: random.Random) -> str:
-    """A letter with a mark, a Greek or Cyrillic letter, or a sign, whose name is short enough to be
-    repeated."""
+    """A letter with a mark, a Greek or Cyrillic letter, or a sign.
+
+    Its Unicode name is short enough for a final answer to repeat it.
+    """
     while True:
         first, last = rng.choice(((192, 382), (913, 974), (1040, 1103), (8592, 8660), (8704, 8890)))
         character = chr(rng.randint(first, last))
@@ -125,20 +133,29 @@ def _clock(rng: random.Random) -> str:
     return f"{rng.randint(0, 23):02d}:{rng.randint(0, 59):02d}"
 
 
-DAY = Slot(lambda rng: (date(1950, 1, 1) + timedelta(rng.randrange(36524))).isoformat(), "date")
-CLOCK, ZONE, ADDRESS, NETWORK = Slot(_clock), _one_of(*ZONES), Slot(_address), Slot(_network)
-WORD, TEXT, LETTER, DIGITS = (
-    _text(1, 1),
-    _text(1, 2),
-    _one_of(*"aeinorst"),
-    Slot(lambda rng: str(rng.randint(1, 9999))),
+# Values that several phrases draw.
+DAY = ArgumentSlot(
+    lambda rng: (date(1950, 1, 1) + timedelta(rng.randrange(36524))).isoformat(), "date"
 )
-YEAR, MONTH, BYTE = _whole(1900, 2099), _whole(1, 12), _whole(0, 255)
+CLOCK = ArgumentSlot(_clock)
+ZONE = _one_of(*ZONES)
+ADDRESS = ArgumentSlot(_address)
+NETWORK = ArgumentSlot(_network)
+WORD = _text(1, 1)
+TEXT = _text(1, 2)
+LETTER = _one_of(*"aeinorst")
+DIGITS = ArgumentSlot(lambda rng: str(rng.randint(1, 9999)))
+YEAR = _whole(1900, 2099)
+MONTH = _whole(1, 12)
+BYTE = _whole(0, 255)
 VALUES = _list()
-CHARACTER, PATH = Slot(_character), Slot(_path)
+CHARACTER = ArgumentSlot(_character)
+PATH = ArgumentSlot(_path)
 
 
-def _phrase(name: str, wordings: str, *, fixed: dict | None = None, **slots: Slot) -> Phrase:
+def _phrase(
+    name: str, wordings: str, *, fixed: dict | None = None, **slots: ArgumentSlot
+) -> Phrase:
     return Phrase(TOOLS[name], tuple(wordings.split("|")), slots, fixed or {})
 
 
@@ -266,8 +283,8 @@ PHRASES = (
     _phrase(
         "add_fractions",
         "the sum of the fractions {a} and {b}|{a} and {b} added as fractions",
-        a=Slot(_fraction),
-        b=Slot(_fraction),
+        a=ArgumentSlot(_fraction),
+        b=ArgumentSlot(_fraction),
     ),
     _phrase(
         "simplify",
@@ -282,7 +299,9 @@ PHRASES = (
     _phrase(
         "from_base",
         "the number with digits {digits} in base {base}|the value of {digits} in base {base}",
-        digits=Slot(lambda rng: "".join(rng.choice("01") for _ in range(rng.randint(4, 7)))),
+        digits=ArgumentSlot(
+            lambda rng: "".join(rng.choice("01") for _ in range(rng.randint(4, 7)))
+        ),
         base=_one_of(2, 3, 5, 7, 8),
     ),
     _phrase(
@@ -332,7 +351,7 @@ PHRASES = (
     _phrase(
         "from_timestamp",
         "the date of Unix time {seconds}|the day when Unix time was {seconds}",
-        seconds=Slot(lambda rng: rng.randrange(10**9)),
+        seconds=ArgumentSlot(lambda rng: rng.randrange(10**9)),
     ),
     _phrase(
         "duration",
@@ -378,7 +397,7 @@ PHRASES = (
     _phrase(
         "int_to_ip",
         "the address with the number {n}|the number {n} as an address",
-        n=Slot(lambda rng: rng.randrange(2**24, 2**32)),
+        n=ArgumentSlot(lambda rng: rng.randrange(2**24, 2**32)),
     ),
     _phrase(
         "network_size",
@@ -461,7 +480,9 @@ PHRASES = (
     _phrase(
         "is_keyword",
         "whether '{word}' is a Python keyword|if Python reserves '{word}'",
-        word=Slot(lambda rng: rng.choice(keyword.kwlist) if rng.random() < 0.5 else _word(rng)),
+        word=ArgumentSlot(
+            lambda rng: rng.choice(keyword.kwlist) if rng.random() < 0.5 else _word(rng)
+        ),
     ),
     _phrase("file_extension", "the extension of {path}|what {path} ends in as a file", path=PATH),
     _phrase("base_name", "the last part of {path}|the file name in {path}", path=PATH),
@@ -512,17 +533,18 @@ def said(value: Any) -> str:
 
 
 def noted(value: Any) -> str:
-    """A value in a chain of thought. Text stands in quotes, as in a call: it is made of the same
-    tokens there, and easy to copy."""
+    """A value in a chain of thought.
+
+    Text stands in quotes, as in a call: it is made of the same tokens there, and easy to copy.
+    """
     text = said(value)
-    return (
-        text if isinstance(value, list) or re.fullmatch(r"[-+\d.:/,\[\] ]+", text) else f'"{text}"'
-    )
+    if isinstance(value, list) or re.fullmatch(r"[-+\d.:/,\[\] ]+", text):
+        return text
+    return f'"{text}"'
 
 
 def result_of(tool: Tool, arguments: dict) -> str | None:
-    """What the model will observe; None if the call is refused, fails, or returns more than a short
-    text."""
+    """What the model will observe; None if the call is refused or fails, or the result is long."""
     if tool.problem(arguments):
         return None
     try:
@@ -533,27 +555,29 @@ def result_of(tool: Tool, arguments: dict) -> str | None:
 
 
 def offer(rng: random.Random) -> dict[str, Tool]:
-    """Every function by its own name, under the name that a provider drawn for this request gives
-    it."""
+    """Own name → function under the name that a provider, drawn for this request, gives it."""
     return {name: CALLABLE[f"{name}_{rng.choice(PROVIDERS)}"] for name in TOOLS}
 
 
-def split_of(tool: Tool, arguments: dict) -> str:
-    """ "train", "validation" or "test": every combination of a function and its arguments belongs
-    to one of them."""
+def split_of_call(tool: Tool, arguments: dict) -> str:
+    """The split of a function with these arguments: "train", "validation" or "test"."""
     bucket = zlib.crc32(f"{tool.name} {json.dumps(arguments, sort_keys=True)}".encode()) % 10
-    return "test" if bucket < 2 else "validation" if bucket == 2 else "train"
+    if bucket < 2:
+        return "test"
+    return "validation" if bucket == 2 else "train"
 
 
 def accepted(tool: Tool, arguments: dict) -> dict:
-    """The call as BFCL's ground truth has it: accepted values of every parameter, "" where it may
-    be left out."""
+    """The call as BFCL's ground truth has it: the accepted values of every parameter.
+
+    "" among them means that the parameter may be left out.
+    """
     values = {}
     for name, parameter in tool.parameters.items():
         if name not in arguments:
             values[name] = ["", parameter.default]
+        elif arguments[name] == parameter.default:
+            values[name] = [arguments[name], ""]
         else:
-            values[name] = [arguments[name]] + (
-                [""] if arguments[name] == parameter.default else []
-            )
+            values[name] = [arguments[name]]
     return {tool.name: values}

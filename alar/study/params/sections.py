@@ -116,15 +116,8 @@ class Retrieval(Section):
 
     def inconsistencies(self):
         if self.backend == "http" and not self.url.startswith(("http://", "https://")):
-            return [
-                (
-                    "url",
-                    (
-                        f"{self.url!r} is no address; backend http needs the server's, "
-                        "such as http://127.0.0.1:8000"
-                    ),
-                )
-            ]
+            example = "such as http://127.0.0.1:8000"
+            return [("url", f"{self.url!r} is no address; backend http needs one {example}")]
         if self.backend == "e5" and not self.corpus:
             return [("corpus", "is empty; backend e5 needs the passages it searches, a JSONL file")]
         return []

@@ -30,7 +30,7 @@ from pathlib import Path
 from alar.domains.tool.environment import ToolEnvironment, toolmind_score
 from alar.domains.tool.protocol import TOOL
 from alar.domains.tool.replay import ReplayEnvironment
-from alar.domains.tool.toolmind import SPLITS, SUCCESS, Loaded, ToolMindRow, load_rows, split_of
+from alar.domains.tool.toolmind import SPLITS, SUCCESS, Loaded, ToolMindRow, load_rows, split_of_row
 from alar.domains.tool.toolmind_files import read_records, toolmind_files
 from alar.engines.endpoint import EndpointEngine
 from alar.files import write_json, write_jsonl
@@ -110,7 +110,7 @@ def shard_requests(source: str | Path, plan: Plan, shard: Shard = Shard()) -> Lo
     asked: set[str] = set()  # ids in all shards
 
     def wanted(row: ToolMindRow) -> bool:
-        if split_of(row) != plan.split:
+        if split_of_row(row) != plan.split:
             return False
         asked.add(row.id)
         return shard.holds(row)

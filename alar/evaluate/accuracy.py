@@ -1,0 +1,42 @@
+"""Accuracy on BFCL's categories, with intervals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from alar.evaluate.intervals import estimate, resampled_sums, wilson
+
+
+def accuracy_table(
+    results: pd.DataFrame, *, resamples: int = 10_000, seed: int = 0
+) -> pd.DataFrame:
+    """Accuracy per category with Wilson intervals, and their unweighted mean, the row "macro".
+
+    `results` has the columns `category` and `correct`. The mean's interval resamples questions
+    within each category. There is no "overall" row: BFCL's overall score needs its multi-turn and
+    agentic parts, which are not run here.
+    """
+    rows, means, draws = [], [], []
+    for number, (category, part) in enumerate(results.groupby("category", sort=False)):
+        correct = part["correct"].to_numpy(dtype=float)
+        rows.append(_row(category, len(part), wilson(correct.sum(), len(part))))
+        means.append(correct.mean())
+        sums = resampled_sums(correct[:, None], resamples, seed + number)  # (resamples, 1)
+        draws.append(sums[:, 0] / len(part))
+    if not rows:
+        raise ValueError("no results: a table of accuracies needs at least one question")
+    macro = estimate(float(np.mean(means)), np.mean(draws, axis=0), 0.95)
+    rows.append(_row("macro", len(results), macro))
+    return pd.DataFrame(rows)
+
+
+def _row(category: str, questions: int, accuracy: tuple[float, float, float]) -> dict:
+    value, low, high = accuracy
+    return {
+        "category": category,
+        "questions": questions,
+        "accuracy": value,
+        "accuracy_low": low,
+        "accuracy_high": high,
+    }
