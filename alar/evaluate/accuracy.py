@@ -20,23 +20,13 @@ def accuracy_table(
     rows, means, draws = [], [], []
     for number, (category, part) in enumerate(results.groupby("category", sort=False)):
         correct = part["correct"].to_numpy(dtype=float)
-        rows.append(_row(category, len(part), wilson(correct.sum(), len(part))))
+        accuracy = wilson(correct.sum(), len(part)).columns("accuracy")
+        rows.append({"category": category, "questions": len(part)} | accuracy)
         means.append(correct.mean())
         sums = resampled_sums(correct[:, None], resamples, seed + number)  # (resamples, 1)
         draws.append(sums[:, 0] / len(part))
     if not rows:
         raise ValueError("no results: a table of accuracies needs at least one question")
-    macro = estimate(float(np.mean(means)), np.mean(draws, axis=0), 0.95)
-    rows.append(_row("macro", len(results), macro))
+    macro = estimate(float(np.mean(means)), np.mean(draws, axis=0))
+    rows.append({"category": "macro", "questions": len(results)} | macro.columns("accuracy"))
     return pd.DataFrame(rows)
-
-
-def _row(category: str, questions: int, accuracy: tuple[float, float, float]) -> dict:
-    value, low, high = accuracy
-    return {
-        "category": category,
-        "questions": questions,
-        "accuracy": value,
-        "accuracy_low": low,
-        "accuracy_high": high,
-    }

@@ -72,7 +72,9 @@ def ratio_table(
             means = {
                 "accuracy": statistics.bootstrap_mean(found["correct"].astype(float), **options),
                 "think_tokens": statistics.bootstrap_mean(found["cot_tokens"], **options),
-                "correct_tokens": statistics.Estimate(*[float("nan")] * 3),  # where no answer is correct
+                "correct_tokens": statistics.Estimate(
+                    *[float("nan")] * 3
+                ),  # where no answer is correct
             }
             if len(right):
                 means["correct_tokens"] = statistics.bootstrap_mean(right, **options)
