@@ -92,7 +92,7 @@ def test_estimated_activations_are_near_what_autograd_keeps(random_model):
 
 
 def test_more_gpus_hold_less_each_and_the_fewest_that_do_are_found(repository):
-    experiment = params.load(repository / "params" / "paper-search-7b.yaml", root=repository)
+    experiment = params.load_experiment(repository / "params" / "paper-search-7b.yaml", root=repository)
     size = sizes.measure(sizes.meta_model(sizes.PUBLISHED["Qwen/Qwen2.5-7B"], experiment))
     stages = frozenset({"05"})
     totals = [

@@ -302,5 +302,5 @@ def test_a_file_needs_another_file_for_the_test(tmp_path):
     (tmp_path / "rows.jsonl").write_text("")
     (tmp_path / "p.yaml").write_text(f"self_training:\n  dataset: {tmp_path / 'rows.jsonl'}")
     with pytest.raises(params.ParameterError, match="self_training.test_dataset: is empty"):
-        params.load(tmp_path / "p.yaml")
+        params.load_experiment(tmp_path / "p.yaml")
     assert Experiment().self_training.dataset == ""

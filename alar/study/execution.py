@@ -92,7 +92,7 @@ def execute(
             )
             thread.start()
             total, seen = (
-                sum(cell.is_code for cell in notebooks.read(notebook)) + bool(parameters),
+                sum(cell.is_code for cell in notebooks.cells_of(notebook)) + bool(parameters),
                 0,
             )
             try:

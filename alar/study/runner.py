@@ -125,7 +125,7 @@ def plan(
     experiments = params.load_variants(request.params, overrides, root=root, absent=absent)
     unknown = [v for v in request.variants if v not in experiments]
     if unknown:
-        params.load(request.params, overrides, variant=unknown[0], root=root, absent=absent)
+        params.load_experiment(request.params, overrides, variant=unknown[0], root=root, absent=absent)
     available = numbered(notebooks_dir)
     if not available:
         raise NotebookError(f"{notebooks_dir}: holds no notebook named NN_name.ipynb")

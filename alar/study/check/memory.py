@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 
 from alar.study.check.sizes import Size
-from alar.study.params.methods import SelfTraining, Tokenskip
+from alar.methods.config import SelfTraining, Tokenskip
 from alar.study.params.sections import Experiment
 
 GIB = 2**30
