@@ -152,9 +152,9 @@ def main(argv: list[str] | None = None) -> int:
         publish=options.publish,
     )
     if options.check:
-        from alar.study.check import main as check
+        from alar.study.check import check_request
 
-        return check(request, root=ROOT)
+        return check_request(request, root=ROOT)
     return run(request, root=ROOT, list_only=options.list)
 
 
