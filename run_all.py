@@ -152,9 +152,9 @@ def main(argv: list[str] | None = None) -> int:
         publish=options.publish,
     )
     if options.check:
-        from alar.study.check import check_request
+        from alar.study.check import check_command
 
-        return check_request(request, root=ROOT)
+        return check_command(request, root=ROOT)
     return run(request, root=ROOT, list_only=options.list)
 
 

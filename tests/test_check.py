@@ -128,7 +128,7 @@ def examined(repository, tmp_path, monkeypatch):
             path.write_text(source)
         lines = []
         request = Request(params=path, overrides=overrides, only=only, run_dir=tmp_path / "run")
-        code = check.check_request(request, root=repository, say=lines.append)
+        code = check.check_command(request, root=repository, say=lines.append)
         return code, lines
 
     return run

@@ -279,7 +279,7 @@ def test_check_goes_to_the_check_offline(run_all, monkeypatch, tmp_path):
     seen = {}
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(
-        check, "check_request", lambda request, root: seen.update(request=request, root=root) or 2
+        check, "check_command", lambda request, root: seen.update(request=request, root=root) or 2
     )
     monkeypatch.setattr(
         runner, "main", lambda *_, **__: pytest.fail("a check must not run anything")

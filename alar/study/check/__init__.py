@@ -41,8 +41,8 @@ BATCHES = {
 }
 
 
-def check_request(
-    request: Request,
+def check_command(
+    command: Request,
     *,
     root: Path,
     notebooks_dir: Path | None = None,
@@ -51,15 +51,15 @@ def check_request(
     """Check everything that a command line asks for; returns the exit code."""
     absent: list[Absent] = []
     try:
-        jobs = plan(request, root, notebooks_dir or root / "notebooks", absent=absent)
+        runs = plan(command, root, notebooks_dir or root / "notebooks", absent=absent)
     except (ParameterError, NotebookError) as error:
         say(str(error))
         return 2
     missing: list[Finding] = []
-    for job in jobs:
-        stages = frozenset(notebook.name[:2] for notebook in job.notebooks)
-        say(f"{job.label}, notebooks {', '.join(sorted(stages))}")
-        for found in findings(job.experiment, job.domain, stages, root, job.run_dir, absent):
+    for run in runs:
+        stages = frozenset(notebook.name[:2] for notebook in run.notebooks)
+        say(f"{run.label}, notebooks {', '.join(sorted(stages))}")
+        for found in findings(run.experiment, run.domain, stages, root, run.run_dir, absent):
             say(f"  {found.subject:<10}{'MISSING' if found.remedy else 'ok':<9}{found.text}")
             if found.remedy and found not in missing:
                 missing.append(found)
