@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from alar.model import load, save
+from alar.train.config import Supervised
 from alar.train.distributed import shard
 from alar.train.examples import Example, collate
-from alar.train.supervised import SupervisedConfig, train, trainable_model
+from alar.train.supervised import mark_trainable, train
 
 PAD = 0
 CASES = {  # trainable, gradient checkpointing, latent_gradient
@@ -53,7 +54,7 @@ def prepared(model, trainable: str, checkpointing: bool):
     if checkpointing:
         model.gradient_checkpointing_enable()
     torch.manual_seed(0)
-    wrapped = trainable_model(model, trainable, lora_rank=4, lora_alpha=8)
+    wrapped = mark_trainable(model, trainable, lora_rank=4, lora_alpha=8)
     with torch.no_grad():  # peft starts B at zero, which leaves A without a gradient
         for name, parameter in wrapped.named_parameters():
             if "lora_B" in name:
@@ -126,7 +127,7 @@ def training_examples(model) -> list[Example]:
 
 def trained(model, rank: int, trainable: str, folder: Path, tokenizer) -> list[dict]:
     log = []
-    config = SupervisedConfig(**TRAINING, trainable=trainable)
+    config = Supervised(**TRAINING, trainable=trainable)
     model = train(copy.deepcopy(model), training_examples(model), PAD, config, log=log.append)
     if rank == 0:
         save(model, tokenizer, folder / f"trained-{trainable}")

@@ -11,13 +11,14 @@ import pytest
 from alar.evaluate import ablations, statistics, tables
 from alar.evaluate.ablations import (
     Variant,
+    ablation_table,
     by_type,
-    compare,
     each_run,
     files_of,
     read_variant,
     readable,
 )
+from alar.evaluate.intervals import Estimate
 from alar.study import params
 from alar.study.params.notebooks import code, declared_parameters
 from alar.study.stage import RunError, read_inputs
@@ -106,7 +107,7 @@ def test_every_run_stands_against_its_own_base():
 
 def test_one_seed_equals_the_paired_statistics():
     k0 = variant("k0", 0.4, systems=("stage1",), model__num_latent=0)
-    table = compare([REFERENCE, k0], **OPTIONS).set_index(["system", "setting"])
+    table = ablation_table([REFERENCE, k0], **OPTIONS).set_index(["system", "setting"])
     assert list(table.index) == [
         ("stage1", "as the reference"),
         ("stage1", "model.num_latent 0"),
@@ -124,9 +125,7 @@ def test_one_seed_equals_the_paired_statistics():
             **OPTIONS,
         ),
     }.items():
-        assert tuple(row[[name, f"{name}_low", f"{name}_high"]]) == pytest.approx(
-            tuple(expected)
-        ), name
+        assert Estimate.read(row, name) == pytest.approx(tuple(expected)), name
     assert (
         row["difference_lowest"]
         == row["difference_highest"]
@@ -137,10 +136,10 @@ def test_one_seed_equals_the_paired_statistics():
     assert reference["accuracy_difference"] == reference["accuracy_difference_low"] == 0
 
 
-def test_seeds_of_one_setting_are_averaged_question_by_question_and_paired_with_their_own_reference():
+def test_seeds_are_averaged_question_by_question_and_paired_with_their_own_reference():
     references = [REFERENCE, variant("reference-1", 0.9, seed=1)]
     alphas = [variant("a", 0.6, rl__alpha=0.3), variant("a-1", 0.8, seed=1, rl__alpha=0.3)]
-    table = compare([*references, *alphas], systems=["alar"], **OPTIONS)
+    table = ablation_table([*references, *alphas], systems=["alar"], **OPTIONS)
     assert list(table["setting"]) == ["as the reference", "rl.alpha 0.3"] and list(
         table["seeds"]
     ) == [2, 2]
@@ -168,7 +167,7 @@ def test_seeds_of_one_setting_are_averaged_question_by_question_and_paired_with_
 
 def test_a_row_of_one_seed_is_compared_with_the_reference_of_that_seed_alone():
     references = [REFERENCE, variant("reference-1", 0.2, seed=1)]
-    row = compare(
+    row = ablation_table(
         [*references, variant("a", 0.9, rl__alpha=0.3)], systems=["alar"], **OPTIONS
     ).iloc[1]
     difference = row["accuracy"] - answers(REFERENCE, "alar", "correct").mean()
@@ -190,25 +189,19 @@ def test_question_types_are_means_over_seeds():
 @pytest.mark.parametrize(
     "others, message",
     [
-        ([variant("again", 0.5)], "reference and again are the same setting .* same seed 0"),
-        (
-            [variant("a-1", 0.5, seed=1, rl__alpha=0.3)],
-            "a-1: the reference was not evaluated as 'stage1' with seed 1",
-        ),
-        (
-            [variant("short", 0.5, n=12, rl__alpha=0.3)],
-            "short and the reference answered different questions",
-        ),
+        ([variant("again", 0.5)], "reference and again .* seed 0"),
+        ([variant("a-1", 0.5, seed=1, rl__alpha=0.3)], "a-1: .*'stage1' with seed 1"),
+        ([variant("short", 0.5, n=12, rl__alpha=0.3)], "short .* different questions"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(others, message):
     with pytest.raises(tables.TableError, match=message):
-        compare([REFERENCE, *others], **OPTIONS)
+        ablation_table([REFERENCE, *others], **OPTIONS)
 
 
 def test_nothing_to_compare_says_what_to_run():
     with pytest.raises(tables.TableError, match="params/ablations.yaml"):
-        compare([])
+        ablation_table([])
 
 
 def test_the_file_changes_one_choice_a_variant_and_compares_them_all():
@@ -232,7 +225,7 @@ def test_the_file_changes_one_choice_a_variant_and_compares_them_all():
     reference = as_variant(gathered.reference)
     choices = {"reference": 0, "no-bonus": 2, "trajectory-credit": 3, "published-recipe": 6}
     for name in variants:
-        changed = ablations.differences(as_variant(name), reference)
+        changed = ablations.changed_parameters(as_variant(name), reference)
         assert len(changed) == choices.get(name.partition("-seed")[0], 1), (name, changed)
 
 
@@ -304,5 +297,5 @@ def test_the_notebook_without_its_reference_says_what_to_run(tmp_path):
 def test_a_record_cut_off_is_named(experiment):
     path = experiment / "k0/search/provenance.json"
     path.write_text(path.read_text()[:40])
-    with pytest.raises(tables.TableError, match="provenance.json: no whole record"):
+    with pytest.raises(tables.TableError, match="provenance.json"):
         read_variant(*files_of(path.parent))

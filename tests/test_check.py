@@ -18,7 +18,7 @@ from alar.study import check, params
 from alar.study.check import data, machine, memory, sizes
 from alar.study.params.sections import Experiment
 from alar.study.runner import Request
-from alar.train.supervised import trainable_model
+from alar.train.supervised import mark_trainable
 
 GIB = 2**30
 
@@ -44,7 +44,7 @@ def test_the_size_of_the_embedded_base_is_that_of_its_weights():
 def test_training_memory_is_the_sum_over_the_tensors_of_a_real_step(random_model, kind):
     model, _ = random_model("qwen3")
     size = sizes.size_of_model(model)
-    wrapped = trainable_model(model.train(), kind, lora_rank=3, lora_alpha=6)
+    wrapped = mark_trainable(model.train(), kind, lora_rank=3, lora_alpha=6)
     optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad])
     ids = torch.arange(5, 25)[None]
     latent = torch.tensor([[*range(5, 9), *[model.config.latent_token_id] * 4, *range(9, 20)]])

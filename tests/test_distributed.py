@@ -26,8 +26,9 @@ from alar.study import params
 from alar.study import train_stage as train_command
 from alar.study.stage import repository
 from alar.study.train_stage import parameters_of_study
+from alar.train.config import Supervised
 from alar.train.examples import Example, SimilarBatches, aasd_examples, collate
-from alar.train.supervised import SupervisedConfig, train
+from alar.train.supervised import train
 from tests.distributed_ranks import CASES, PAD, ROWS, TRAINING, example, training_examples
 from tests.test_examples import expert_trajectory
 
@@ -118,7 +119,7 @@ def test_training_equals_one_process_with_batches_twice_as_large(ranks, trainabl
     found, folder = ranks
     model, _ = load(folder / "model")
     log = []
-    config = SupervisedConfig(
+    config = Supervised(
         **TRAINING | {"batch_size": 2 * TRAINING["batch_size"]}, trainable=trainable
     )
     start = copy.deepcopy(model)

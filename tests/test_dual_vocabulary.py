@@ -25,6 +25,7 @@ from alar.domains.search.environment import SearchEnvironment
 from alar.domains.search.questions import validation_questions
 from alar.engines.choice import opened_engine
 from alar.engines.vllm.turns import TurnOptions, _codec, open_turn
+from alar.methods.config import DualVocabulary
 from alar.methods.dual.__main__ import main
 from alar.methods.dual.build import build, clone_source, most_used, verify
 from alar.methods.dual.constraint import PhaseConstraint, control_ids
@@ -40,7 +41,7 @@ from alar.rollout.engine import Sampling, TurnRequest, TurnWriter
 from alar.rollout.hf import HFEngine
 from alar.rollout.loop import run
 from alar.train.examples import Example
-from alar.train.supervised import SupervisedConfig, train, trainable_model
+from alar.train.supervised import mark_trainable, train
 
 LN2 = math.log(2)
 
@@ -551,7 +552,7 @@ def test_training_rows_moves_mirrors_and_no_visible_row(dual_of, traces, tied, t
         {name: p.detach().clone() for name, p in model.state_dict().items()},
     )
     losses = []
-    config = SupervisedConfig(
+    config = DualVocabulary(
         learning_rate=1e-2,
         epochs=3,
         batch_size=4,
@@ -584,7 +585,9 @@ def test_lora_on_attention_is_standard_training_by_construction(base, dual_of, t
     dual, curves, trained = model.dual_vocab, {}, {}
     # SGD-like steps would agree to rounding; Adam magnifies it where a gradient is near zero, so
     # the curves are compared
-    config = SupervisedConfig(learning_rate=1e-3, epochs=3, batch_size=4, lora_rank=4)
+    config = DualVocabulary(
+        learning_rate=1e-3, epochs=3.0, batch_size=4, trainable="lora", lora_rank=4
+    )
     standard = read_base(base())
     plains = [plain(e, dual) for e in examples]
     for name, start, data in (("standard", standard, plains), ("dual", model, examples)):
@@ -601,7 +604,7 @@ def test_lora_on_attention_is_standard_training_by_construction(base, dual_of, t
 
 def test_rows_need_a_dual_vocabulary(base):
     with pytest.raises(ValueError, match="no dual vocabulary"):
-        trainable_model(read_base(base()), "rows", lora_rank=4, lora_alpha=8)
+        mark_trainable(read_base(base()), "rows", lora_rank=4, lora_alpha=8)
 
 
 def test_rl_on_mirrors_alone_leaves_the_visible_tokens_without_loss(dual_of, tmp_path):

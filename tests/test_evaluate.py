@@ -1,5 +1,6 @@
-"""Evaluation: tables that agree with the trajectories, controls that do what they say, an oracle
-that is an oracle."""
+"""Tables agree with the trajectories, controls do what they say, an oracle is an oracle."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,16 +8,16 @@ import torch
 
 from alar.domains.search.environment import SearchEnvironment
 from alar.domains.search.questions import test_questions as split_questions
+from alar.evaluate import oracle as oracle_module
 from alar.evaluate import systems as evaluation
-from alar.evaluate.systems import (
+from alar.evaluate.controls import (
     CONTROLS,
     TamperedProjector,
-    controls,
+    answers_with_tampered_latents,
     latent_bank,
-    oracle_router,
-    question_table,
-    turn_table,
 )
+from alar.evaluate.oracle import oracle_router
+from alar.evaluate.systems import question_table, turn_table
 from alar.records import Origin
 from alar.rollout.hf import HFEngine
 
@@ -74,7 +75,9 @@ def test_a_tampered_projector_replaces_every_z(engine, intact, kind):
 
 def test_controls_cover_every_question_and_leave_the_model_as_it_was(engine, questions, intact):
     projector = engine.model.model.projector
-    table = controls(engine, SearchEnvironment(), questions, intact, **SETTINGS)
+    table = answers_with_tampered_latents(
+        engine, SearchEnvironment(), questions, intact, **SETTINGS
+    )
     assert engine.model.model.projector is projector
     assert table.groupby("system").size().to_dict() == dict.fromkeys(
         ("intact", *CONTROLS), len(questions)
@@ -87,7 +90,7 @@ def test_the_oracle_takes_the_cheapest_correct_modes(engine, questions, monkeypa
     """With EM replaced by a rule on the modes, the best assignment is known."""
     environment = SearchEnvironment()
     tried = []
-    original = evaluation.run
+    original = oracle_module.run
 
     def judged(*args, **kwargs):
         trajectories = original(*args, **kwargs)
@@ -98,14 +101,14 @@ def test_the_oracle_takes_the_cheapest_correct_modes(engine, questions, monkeypa
             tried.append(t)
         return trajectories
 
-    monkeypatch.setattr(evaluation, "run", judged)
+    monkeypatch.setattr(oracle_module, "run", judged)
     chosen = oracle_router(engine, environment, questions, max_routed_turns=2, **SETTINGS)
     assert len(tried) == 4 * len(questions)
     for question, t in zip(questions, chosen, strict=True):
         candidates = [c for c in tried if c.question.id == question.id and c.correct]
         assert t.question.id == question.id and t.correct
         assert t.generated_tokens == min(c.generated_tokens for c in candidates)
-    monkeypatch.setattr(evaluation, "run", lambda *a, **k: [wrong(t) for t in original(*a, **k)])
+    monkeypatch.setattr(oracle_module, "run", lambda *a, **k: [wrong(t) for t in original(*a, **k)])
     fallback = oracle_router(engine, environment, questions, max_routed_turns=2, **SETTINGS)
     assert all(turn.forced_mode == "think" for t in fallback for turn in t.turns)
 
@@ -124,8 +127,6 @@ def test_controls_without_any_latent_block_are_refused(engine, questions):
 
 
 def test_the_hardness_label_changes_nothing_but_the_tables(engine, questions):
-    from dataclasses import replace
-
     blind = [replace(q, hard_turns=(), type="") for q in questions]
     plain = evaluation.evaluate(engine, SearchEnvironment(), questions, mode="free", **SETTINGS)
     hidden = evaluation.evaluate(engine, SearchEnvironment(), blind, mode="free", **SETTINGS)

@@ -1,4 +1,4 @@
-"""Training examples: where loss falls, whole blocks only, and batches that hold every example once."""
+"""Training examples: where loss falls, whole blocks only, batches with every example once."""
 
 from collections import Counter
 
@@ -9,15 +9,16 @@ import torch
 from alar.domains.search.questions import solved_questions
 from alar.records import Origin, Question, Trajectory, TurnRecord
 from alar.rollout.codec import Codec
+from alar.train.config import Supervised
 from alar.train.examples import (
     Example,
     SimilarBatches,
     aasd_examples,
     collate,
-    rewrite,
     warmup_examples,
+    with_latent_turns,
 )
-from alar.train.supervised import SupervisedConfig, train, trainable_model
+from alar.train.supervised import mark_trainable, train
 
 OBSERVATION = "\n\n<information>Doc 1(Title: x) text</information>\n\n"
 
@@ -67,7 +68,7 @@ def test_loss_falls_on_tags_separators_and_actions_only(codec, trajectories):
 
 def test_kept_thoughts_carry_loss_and_observations_never_do(codec, trajectories):
     t = trajectories[0]
-    example = rewrite(t, codec, [False] * len(t.turns))
+    example = with_latent_turns(t, codec, [False] * len(t.turns))
     assert example.ids == t.ids
     assert [label != -100 for label in example.labels] == [o == Origin.SAMPLED for o in t.origins]
 
@@ -132,7 +133,7 @@ def test_training_lowers_the_loss_and_gives_back_a_plain_model(
     model, tokenizer = random_model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     rows = []
-    config = SupervisedConfig(learning_rate=3e-3, epochs=4, batch_size=8, trainable=trainable)
+    config = Supervised(learning_rate=3e-3, epochs=4, batch_size=8, trainable=trainable)
     trained = train(
         model, aasd_examples(trajectories, codec), tokenizer.pad_token_id, config, log=rows.append
     )
@@ -147,7 +148,7 @@ def test_training_lowers_the_loss_and_gives_back_a_plain_model(
 
 def test_lora_trains_attention_and_the_projector_and_nothing_else(random_model):
     model, _ = random_model()
-    wrapped = trainable_model(model, "lora", lora_rank=4, lora_alpha=8)
+    wrapped = mark_trainable(model, "lora", lora_rank=4, lora_alpha=8)
     names = {name for name, p in wrapped.named_parameters() if p.requires_grad}
     assert names and all("lora_" in name or ".projector." in name for name in names)
     assert {
@@ -158,14 +159,12 @@ def test_lora_trains_attention_and_the_projector_and_nothing_else(random_model):
 def test_too_long_examples_are_refused_instead_of_cut(random_model):
     model, tokenizer = random_model()
     with pytest.raises(ValueError, match="2048 positions"):
-        train(
-            model, [Example([5] * 3000, [5] * 3000, 0)], tokenizer.pad_token_id, SupervisedConfig()
-        )
+        train(model, [Example([5] * 3000, [5] * 3000, 0)], tokenizer.pad_token_id, Supervised())
 
 
 def test_question_type_does_not_reach_examples(codec, trajectories):
     t = trajectories[0]
     hidden = Question(**{**vars(t.question), "type": "", "hard_turns": ()})
-    assert rewrite(
+    assert with_latent_turns(
         Trajectory(**{**vars(t), "question": hidden}), codec, [True] * len(t.turns)
-    ) == rewrite(t, codec, [True] * len(t.turns))
+    ) == with_latent_turns(t, codec, [True] * len(t.turns))

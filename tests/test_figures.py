@@ -13,6 +13,7 @@ from matplotlib.text import Text
 
 from alar import figures
 from alar.evaluate import statistics, tables
+from alar.evaluate.intervals import Estimate
 from alar.figures import published, training
 
 SYSTEMS = ("base", "stage1", "warmup", "alar", "alar-think", "alar-latent")
@@ -171,10 +172,13 @@ def compared() -> pd.DataFrame:
                 "training_seconds": 90.0 * place,
             }
             for name, value, reach in (
-                ("accuracy", 0.9 - 0.02 * place, 0.015), ("accuracy_difference", -0.02 * place, 0.01),
-                ("tokens", 130 + shift - 20 * place, 4.0), ("token_reduction", 0.1 * place, 0.01), ("aes", 0.1, 0.1),
-            ):  # fmt: skip
-                row |= {name: value, f"{name}_low": value - reach, f"{name}_high": value + reach}
+                ("accuracy", 0.9 - 0.02 * place, 0.015),
+                ("accuracy_difference", -0.02 * place, 0.01),
+                ("tokens", 130 + shift - 20 * place, 4.0),
+                ("token_reduction", 0.1 * place, 0.01),
+                ("aes", 0.1, 0.1),
+            ):
+                row |= Estimate(value, value - reach, value + reach).columns(name)
             rows.append(row | {"training_tokens": 1e6 * place, "scale": "measured at laptop scale"})
     return pd.DataFrame(rows)[list(tables.METHODS.columns)]
 
@@ -195,7 +199,7 @@ def skipped() -> pd.DataFrame:
                 ("think_tokens", 50 * ratio),
                 ("correct_tokens", 40.0),
             ):
-                row |= {name: value, f"{name}_low": value - 0.05, f"{name}_high": value + 0.05}
+                row |= Estimate(value, value - 0.05, value + 0.05).columns(name)
             rows.append(row)
     return pd.DataFrame(rows)[list(tables.RATIOS.columns)]
 
@@ -210,20 +214,24 @@ def ablated() -> pd.DataFrame:
                 ("accuracy", 0.6 - 0.2 * place, 0.03),
                 ("tokens", 90.0 - 20 * place, 3.0),
             ):
-                row |= {name: value, f"{name}_low": value - reach, f"{name}_high": value + reach}
+                row |= Estimate(value, value - reach, value + reach).columns(name)
             rows.append(row)
     return pd.DataFrame(rows)[list(tables.ABLATIONS.columns)]
 
 
 DRAWINGS = {
-    "ablations": lambda: figures.ablations(ablated()),
+    "ablations_figure": lambda: figures.ablations_figure(ablated()),
     "accuracy_against_tokens": lambda: figures.accuracy_against_tokens(summary()),
     "stages": lambda: figures.stages(summary()),
     "question_types": lambda: figures.question_types(summary()),
-    "controls": lambda: figures.controls(summary(("intact", "zeroed", "text"), base="intact")),
-    "oracle": lambda: figures.oracle(summary(("oracle", "alar", "alar-think"), base="oracle")),
+    "controls_figure": lambda: figures.controls_figure(
+        summary(("intact", "zeroed", "text"), base="intact")
+    ),
+    "oracle_figure": lambda: figures.oracle_figure(
+        summary(("oracle", "alar", "alar-think"), base="oracle")
+    ),
     "method": lambda: figures.method(),
-    "methods": lambda: figures.methods(compared()),
+    "methods_figure": lambda: figures.methods_figure(compared()),
     "dynamics": lambda: figures.dynamics(metrics(), validation_questions=64, total_steps=60),
     "lengths": lambda: figures.lengths(
         {"ShorterBetter": metrics(), "O1-Pruner": metrics(20)}, validation_questions=64
@@ -232,7 +240,7 @@ DRAWINGS = {
     "ratios": lambda: figures.ratios(skipped()),
     "reward_shapes": lambda: figures.reward_shapes(rewards()),
     "latent_share": lambda: figures.latent_share(statistics.mode_share(evaluation()[1])),
-    "trajectory": lambda: figures.trajectory(example()),
+    "trajectory_figure": lambda: figures.trajectory_figure(example()),
     "speed": lambda: figures.speed(speed_ratios()),
     "throughput": lambda: figures.throughput(throughput()),
 }
@@ -250,7 +258,7 @@ def drawing(request):
 
 
 def test_every_exported_drawing_is_tested():
-    assert set(DRAWINGS) == set(figures.__all__) - {"save", "LiveDynamics"}
+    assert set(DRAWINGS) == set(figures.__all__) - {"save_figure", "LiveDynamics"}
 
 
 def test_no_text_is_cut_off_and_every_figure_fits_its_column(drawing):
@@ -284,8 +292,8 @@ def test_every_figure_says_where_its_numbers_come_from(drawing):
 
 def test_a_figure_is_saved_with_the_numbers_in_it_and_twice_the_same(drawing, tmp_path):
     figure, table = drawing
-    first = figures.save(figure, table, tmp_path / "first", "name")
-    second = figures.save(figure, table, tmp_path / "second", "name")
+    first = figures.save_figure(figure, table, tmp_path / "first", "name")
+    second = figures.save_figure(figure, table, tmp_path / "second", "name")
     assert [path.name for path in first] == ["name.csv", "name.png", "name.svg"]
     assert len(pd.read_csv(first[0])) == len(table) > 0
     for one, other in zip(first, second, strict=True):
@@ -294,7 +302,7 @@ def test_a_figure_is_saved_with_the_numbers_in_it_and_twice_the_same(drawing, tm
 
 def test_drawing_again_gives_the_same_bytes(tmp_path):
     for folder in ("first", "second"):
-        figures.save(*figures.stages(summary()), tmp_path / folder, "stages")
+        figures.save_figure(*figures.stages(summary()), tmp_path / folder, "stages")
     for name in ("stages.csv", "stages.png", "stages.svg"):
         assert filecmp.cmp(tmp_path / "first" / name, tmp_path / "second" / name, shallow=False), (
             name
@@ -302,7 +310,7 @@ def test_drawing_again_gives_the_same_bytes(tmp_path):
 
 
 def test_formats_can_be_chosen(tmp_path):
-    paths = figures.save(*figures.method(), tmp_path, "method", formats=["pdf"])
+    paths = figures.save_figure(*figures.method(), tmp_path, "method", formats=["pdf"])
     assert [path.suffix for path in paths] == [".csv", ".pdf"]
 
 
@@ -388,27 +396,21 @@ def test_small_tables_still_give_figures():
 
 
 def test_a_missing_column_is_named_with_its_stage():
-    with pytest.raises(
-        tables.TableError, match="table 'summary': no column 'em_low'; 06_benchmark_eval writes it"
-    ):
+    with pytest.raises(tables.TableError, match="summary.*'em_low'.*06_benchmark_eval"):
         figures.stages(summary().drop(columns="em_low"))
-    with pytest.raises(
-        tables.TableError, match="table 'metrics': no column 'reward'; 05_ar_grpo writes it"
-    ):
+    with pytest.raises(tables.TableError, match="metrics.*'reward'.*05_ar_grpo"):
         figures.dynamics(metrics().drop(columns="reward"))
 
 
 def test_a_missing_reference_is_named():
-    with pytest.raises(
-        tables.TableError, match="has no 'intact' to compare with; it has zeroed, text"
-    ):
-        figures.controls(summary(("zeroed", "text")))
-    with pytest.raises(tables.TableError, match="'base' was not evaluated"):
+    with pytest.raises(tables.TableError, match="'intact'.*zeroed, text"):
+        figures.controls_figure(summary(("zeroed", "text")))
+    with pytest.raises(tables.TableError, match="'base'"):
         figures.accuracy_against_tokens(summary(("alar", "stage1")))
 
 
 def test_an_absent_system_is_named():
-    with pytest.raises(tables.TableError, match="column 'system' has no 'warmup'; it has alar"):
+    with pytest.raises(tables.TableError, match="'warmup'.*alar"):
         figures.latent_share(statistics.mode_share(evaluation(("alar",))[1]))
 
 
@@ -419,7 +421,7 @@ def test_hard_turns_are_marked_as_such():
 
 
 def test_the_trajectory_shows_every_action():
-    figure, _ = figures.trajectory(example())
+    figure, _ = figures.trajectory_figure(example())
     shown = "\n".join(words(figure))
     assert shown.count("<search>the currency of Estonia</search>") == 4
     assert "<answer>$12 & 3_4</answer>" in shown
@@ -477,7 +479,7 @@ def markers(axes):
 
 def test_every_method_has_a_marker_with_both_intervals_in_its_own_colour():
     table = compared().query("domain == 'search'")
-    figure, numbers = figures.methods(table)
+    figure, numbers = figures.methods_figure(table)
     points, drawn = markers(figure.axes[0])
     assert set(drawn) == set(zip(table["tokens"], table["accuracy"]))
     assert len(drawn) == 2 * len(table)  # once along each axis
@@ -493,7 +495,7 @@ def test_methods_near_the_base_are_drawn_larger_in_a_panel_of_their_own(tmp_path
     far = table.index[-1]
     table.loc[far, ["accuracy", "accuracy_low", "accuracy_high"]] = 0.1, 0.05, 0.15
     table.to_csv(tmp_path / "methods.csv", index=False)
-    figure, _ = figures.methods(tmp_path / "methods.csv")
+    figure, _ = figures.methods_figure(tmp_path / "methods.csv")
     near = table.drop(far)
     assert set(markers(figure.axes[1])[1]) == set(zip(near["tokens"], near["accuracy"]))
     assert not any("nan" in line.get_text() for line in figure.legends[0].get_texts())

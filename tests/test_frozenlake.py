@@ -11,11 +11,11 @@ from alar import protocol
 from alar.domains.frozenlake.environment import FrozenLakeEnvironment
 from alar.domains.frozenlake.lakes import drawing, lake_question, lakes, shortest_way
 from alar.domains.frozenlake.protocol import MOVES, LakeForm, moves_text, parse_moves
+from alar.methods.lake_expert import ScriptedEngine, expert_trajectories
 from alar.records import Origin, Trajectory
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Sampling
 from alar.rollout.loop import run
-from alar.train.lake_expert import ScriptedEngine, expert_trajectories
 
 MAP = ["SFFF", "FHFH", "FFFH", "HFFG"]  # gymnasium's 4x4
 

@@ -1,7 +1,7 @@
 """Pretraining of the embedded base: a tokenizer that keeps ALAR's tags apart, and training that
 resumes exactly."""
 
-from dataclasses import replace
+import json
 
 import pytest
 import torch
@@ -9,16 +9,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alar.rollout.codec import Codec
 from alar.train import pretrain as module
-from alar.train.pretrain import PretrainConfig, pretrain
+from alar.train.config import PARTS, Pretrain
+from alar.train.pretrain import Source, pretrain
 
-TINY = PretrainConfig(
-    steps=6,
-    batch_size=4,
-    questions_per_world=16,
-    hidden_size=32,
-    layers=1,
-    vocabulary=1024,
-    warmup_steps=2,
+TINY = Pretrain(
+    steps=6, batch_size=4, questions_per_world=16, hidden_size=32, layers=1, vocabulary=1024
 )
 
 
@@ -36,7 +31,7 @@ def test_the_folder_loads_with_auto_classes_and_has_spare_rows(trained):
         for a, b in zip(model.state_dict().values(), loaded.state_dict().values(), strict=True)
     )
     assert len(AutoTokenizer.from_pretrained(folder)) < loaded.config.vocab_size
-    assert len(module.json.loads((folder / "training.jsonl").read_text().splitlines()[-1])) == 5
+    assert len(json.loads((folder / "training.jsonl").read_text().splitlines()[-1])) == 5
 
 
 def test_tags_have_three_pieces_and_digits_stand_alone(trained):
@@ -47,10 +42,8 @@ def test_tags_have_three_pieces_and_digits_stand_alone(trained):
 
 
 def test_a_batch_that_cannot_be_divided_is_refused():
-    with pytest.raises(
-        ValueError, match="pretrain.batch_size is 30: a batch is made of 4 equal parts"
-    ):
-        replace(TINY, batch_size=30)
+    with pytest.raises(ValueError, match="batch_size"):
+        Pretrain(batch_size=30)
 
 
 def test_an_interrupted_pretraining_goes_on_over_the_same_batches(trained, tmp_path, monkeypatch):
@@ -61,28 +54,33 @@ def test_an_interrupted_pretraining_goes_on_over_the_same_batches(trained, tmp_p
         pass
 
     losses = []
-    original = module.policy_loss
+    original = module.summed_cross_entropy
 
     def dies_once(*args):
         losses.append(1)
-        if len(losses) == 3 * TINY.parts + 2:  # in the middle of the fourth step's batch
+        if len(losses) == 3 * PARTS + 2:  # in the middle of the fourth step's batch
             raise Killed
         return original(*args)
 
-    monkeypatch.setattr(module, "policy_loss", dies_once)
+    monkeypatch.setattr(module, "summed_cross_entropy", dies_once)
     with pytest.raises(Killed):
         pretrain(tmp_path, TINY)
     resumed, _ = pretrain(tmp_path, TINY)
-    assert (
-        len(losses) == 3 * TINY.parts + 2 + 4 * TINY.parts
-    )  # three steps and the kill, then steps 3 to 6
+    assert len(losses) == 3 * PARTS + 2 + 4 * PARTS  # three steps and the kill, then steps 3 to 6
     for a, b in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
 
 
-def test_resuming_with_another_config_is_refused(trained, tmp_path):
-    with pytest.raises(ValueError, match="another config"):
-        pretrain(trained[0], replace(TINY, hidden_size=64))
+@pytest.mark.parametrize(
+    ("config", "source", "named"),
+    [
+        (TINY.model_copy(update={"hidden_size": 64}), Source(), "hidden_size"),
+        (TINY, Source(seed=1), "seed"),
+    ],
+)
+def test_resuming_with_other_settings_is_refused(trained, config, source, named):
+    with pytest.raises(ValueError, match=named):
+        pretrain(trained[0], config, source)
 
 
 def test_only_what_the_policy_writes_carries_loss(trained):

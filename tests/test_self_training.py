@@ -15,6 +15,7 @@ from alar.domains.static import arithmetic, sets
 from alar.domains.static.environment import StaticEnvironment
 from alar.domains.static.forms import FORMS
 from alar.domains.tool.environment import ToolEnvironment
+from alar.methods import conversations
 from alar.methods import self_training as st
 from alar.methods.samples import draw_samples
 from alar.protocol import parse_turns
@@ -24,7 +25,6 @@ from alar.rollout.engine import Sampling
 from alar.rollout.hf import HFEngine
 from alar.study import params
 from alar.study.params.sections import Experiment
-from alar.train import conversations
 
 LIMITS = {"samples": 2, "max_turns": 2, "batch_size": 8, "seed": 0}
 
@@ -277,11 +277,14 @@ def test_the_table_counts_what_each_pass_found():
 
 
 def test_an_exemplar_that_the_base_was_taught_on_looks_like_a_few_shot_prompt(tokenizer):
-    """Conversations of `alar.train.conversations` and few-shot prompts are the same ids."""
+    """Conversations of `alar.methods.conversations` and few-shot prompts are the same ids."""
     codec, (one, two) = Codec(tokenizer), itertools.islice(arithmetic.problems("train"), 2)
     for form in FORMS:
         taught = conversations.example(codec, form, "brief", [one, two])
-        said = [conversations.turn_text(form, p.chains["brief"], str(p.answer)) for p in (one, two)]
+        said = [
+            conversations.conversation_turn(form, p.chains["brief"], str(p.answer))
+            for p in (one, two)
+        ]
         prompt = st.few_shot_form(
             FORMS[form], [(Question("", one.question, ()), [said[0]])]
         ).prompt(Question("", two.question, ()))

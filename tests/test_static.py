@@ -16,11 +16,11 @@ from alar.domains.static import answers, arithmetic, sets
 from alar.domains.static.environment import StaticEnvironment
 from alar.domains.static.forms import FORMS
 from alar.evaluate.systems import evaluate, question_table
+from alar.methods import conversations
 from alar.protocol import parse_turn
 from alar.records import Question
 from alar.rollout.codec import Codec
 from alar.rollout.hf import HFEngine
-from alar.train import conversations
 
 GSM8K = {
     "question": "Tom has 20 pens and loses 2. How many?",
@@ -223,7 +223,8 @@ def test_problems_are_solved_by_their_chains_and_splits_share_no_numbers():
 def test_what_an_expert_writes_is_parsed_back(form):
     for problem in itertools.islice(arithmetic.problems("train"), 8):
         for chain in (problem.chains["full"], problem.chains["brief"]):
-            turn = FORMS[form].parse(conversations.turn_text(form, chain, str(problem.answer)))
+            written = conversations.conversation_turn(form, chain, str(problem.answer))
+            turn = FORMS[form].parse(written)
             assert turn.well_formed and (turn.action, turn.argument) == (
                 "answer",
                 str(problem.answer),
@@ -276,7 +277,7 @@ def test_the_loss_of_a_conversation_is_on_what_the_policy_writes(tokenizer):
         found = conversations.example(codec, form, style, solved)
         learned = codec.text([i for i, label in zip(found.ids, found.labels) if label != -100])
         assert learned == "".join(
-            conversations.turn_text(form, p.chains[style], str(p.answer)) for p in solved
+            conversations.conversation_turn(form, p.chains[style], str(p.answer)) for p in solved
         )
         assert sum(label == tokenizer.eos_token_id for label in found.labels) == len(solved)
         assert all(p.question not in known for p in solved)

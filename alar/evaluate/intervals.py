@@ -11,110 +11,119 @@ bootstrap has no width.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pandas as pd
 
+LEVEL = 0.95  # of all intervals
 _CHUNK_CELLS = 2_000_000  # drawn indices held at once: 16 MB
 
 
 class Estimate(NamedTuple):
-    """A value with the lower and upper end of its interval."""
+    """A value with the lower and upper end of its interval.
 
-    mean: float
+    In a table it takes three columns: `name`, `name_low`, `name_high`.
+    """
+
+    value: float
     low: float
     high: float
 
+    @staticmethod
+    def names(name: str) -> tuple[str, str, str]:
+        """The columns of an estimate."""
+        return name, f"{name}_low", f"{name}_high"
+
+    def columns(self, name: str) -> dict[str, float]:
+        """The estimate as a part of a table's row."""
+        return dict(zip(self.names(name), self, strict=True))
+
+    @classmethod
+    def read(cls, row: Mapping[str, Any] | pd.Series | pd.DataFrame, name: str) -> Self:
+        """The estimate `name` of a row; of a whole table, its three columns."""
+        return cls(*(row[column] for column in cls.names(name)))
+
     def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def bootstrap_mean(
-    values, *, resamples: int = 10_000, seed: int = 0, level: float = 0.95
-) -> Estimate:
+def bootstrap_mean(values, *, resamples: int = 10_000, seed: int = 0) -> Estimate:
     """Mean of the values with its percentile interval; ValueError when empty or not finite."""
     values = _finite(values, "values")
     draws = resampled_sums(values[:, None], resamples, seed)[:, 0] / len(values)
-    return estimate(values.mean(), draws, level)
+    return estimate(values.mean(), draws)
 
 
-def paired_bootstrap(
-    a, b, *, resamples: int = 10_000, seed: int = 0, level: float = 0.95
-) -> Estimate:
+def paired_bootstrap(a, b, *, resamples: int = 10_000, seed: int = 0) -> Estimate:
     """Mean of a - b, where a[i] and b[i] belong to the same question."""
     a, b = _pair(a, b)
-    return bootstrap_mean(a - b, resamples=resamples, seed=seed, level=level)
+    return bootstrap_mean(a - b, resamples=resamples, seed=seed)
 
 
-def token_reduction(
-    base_tokens, tokens, *, resamples: int = 10_000, seed: int = 0, level: float = 0.95
-) -> Estimate:
+def token_reduction(base_tokens, tokens, *, resamples: int = 10_000, seed: int = 0) -> Estimate:
     """1 - mean(tokens) / mean(base_tokens), paired by question: 0.4 means 40 % fewer tokens."""
     base_tokens, tokens = _pair(base_tokens, tokens)
-    draws = resampled_sums(
-        np.stack([base_tokens, tokens], axis=1), resamples, seed
-    )  # (resamples, 2)
-    return estimate(
-        1 - ratio(tokens.sum(), base_tokens.sum()), 1 - ratio(draws[:, 1], draws[:, 0]), level
-    )
+    both = np.stack([base_tokens, tokens], axis=1)  # (n, 2)
+    draws = resampled_sums(both, resamples, seed)  # (resamples, 2)
+    value = 1 - ratio(tokens.sum(), base_tokens.sum())
+    return estimate(value, 1 - ratio(draws[:, 1], draws[:, 0]))
 
 
-def wilson(successes: float, n: float, *, level: float = 0.95) -> Estimate:
-    """A proportion with Wilson's score interval (1927), which keeps its width at 0 and 1; NaN
-    without trials."""
+def wilson(successes: float, n: float) -> Estimate:
+    """A proportion with Wilson's score interval (1927); NaN without trials."""
     if n == 0:
         return Estimate(np.nan, np.nan, np.nan)
-    z = NormalDist().inv_cdf(0.5 + level / 2)
+    z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
     p = successes / n
+    # Centred between p and ½; the half width does not vanish at p = 0 and p = 1.
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return Estimate(p, max(0.0, centre - half), min(1.0, centre + half))
 
 
-def running_mean(values, window: int, *, level: float = 0.95) -> pd.DataFrame:
-    """Centred running mean of a series with a normal interval for the mean; windows shrink at the
-    ends.
+def running_mean(values, window: int) -> Estimate:
+    """Centred running mean of a series, with a normal interval for the mean: three series.
 
-    The spread within the window holds any trend too, so the interval is on the wide side. NaN
-    values are skipped.
+    Windows shrink at the ends, and NaN values are skipped. The spread within the window holds any
+    trend too, so the interval is on the wide side.
     """
     rolling = pd.Series(np.asarray(values, dtype=float)).rolling(window, center=True, min_periods=1)
     mean, count = rolling.mean(), rolling.count()
-    half = NormalDist().inv_cdf(0.5 + level / 2) * rolling.std() / np.sqrt(count)
-    return pd.DataFrame({"mean": mean, "low": mean - half, "high": mean + half})
+    half = NormalDist().inv_cdf(0.5 + LEVEL / 2) * rolling.std() / np.sqrt(count)
+    return Estimate(mean, mean - half, mean + half)
 
 
 def resampled_sums(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
-    """Column sums of `resamples` draws of len(values) rows with replacement: (n, m) -> (resamples,
-    m).
+    """Column sums of `resamples` draws of n rows with replacement: (n, m) → (resamples, m).
 
     A draw is kept as how often each row occurs, so all columns cost one matrix product; for whole
     numbers it is exact.
     """
     rng = np.random.default_rng(seed)
     n = len(values)
-    rows = max(1, _CHUNK_CELLS // n)
+    rows = max(1, _CHUNK_CELLS // n)  # draws at once
     sums = []
     for start in range(0, resamples, rows):
         size = min(rows, resamples - start)
         drawn = rng.integers(0, n, size=(size, n))
-        drawn += n * np.arange(size)[:, None]
+        drawn += n * np.arange(size)[:, None]  # so that one bincount keeps the draws apart
         counts = np.bincount(drawn.ravel(), minlength=size * n).reshape(size, n)
         sums.append(counts.astype(float) @ values)
     return np.concatenate(sums)
 
 
-def estimate(value: float, draws: np.ndarray, level: float) -> Estimate:
+def estimate(value: float, draws: np.ndarray) -> Estimate:
     """The value with the percentile interval of its draws.
 
     Draws without a defined value (no hard turn among them) are left out.
     """
-    draws = draws[np.isfinite(draws)]
+    draws = draws[np.isfinite(draws)]  # (resamples,) or fewer
     if np.isnan(value) or not len(draws):
         return Estimate(float(value), np.nan, np.nan)
-    low, high = np.percentile(draws, [50 * (1 - level), 50 * (1 + level)])
+    low, high = np.percentile(draws, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
     return Estimate(float(value), float(low), float(high))
 
 

@@ -24,14 +24,14 @@ from alar.evaluate.intervals import (
     token_reduction,
     wilson,
 )
+from alar.rl.objective import binary_entropy
 
 __all__ = [
     "Estimate",
     "adaptivity",
     "aes",
-    "binary_entropy",
     "bootstrap_mean",
-    "compare",
+    "compare_systems",
     "efficiency",
     "mode_share",
     "paired_bootstrap",
@@ -44,8 +44,7 @@ __all__ = [
 
 
 def aes(accuracy, base_accuracy, tokens, base_tokens):
-    """Accuracy-efficiency score (O1-Pruner, arXiv 2501.12570) from changes relative to the base, as
-    fractions.
+    """Accuracy-efficiency score (O1-Pruner, arXiv 2501.12570): changes relative to the base.
 
     Saved tokens count once, gained accuracy three times, lost accuracy five times. Numbers or
     arrays; NaN where the base has nothing to be compared with.
@@ -55,20 +54,12 @@ def aes(accuracy, base_accuracy, tokens, base_tokens):
     return saved + np.where(gained >= 0, 3 * gained, 5 * gained)[()]
 
 
-def binary_entropy(p):
-    """Entropy in bits of a coin that shows heads with probability p; 0 at p = 0 and p = 1."""
-    p = np.asarray(p, dtype=float)
-    q = 1 - p
-    return -(p * np.log2(np.where(p > 0, p, 1)) + q * np.log2(np.where(q > 0, q, 1)))
-
-
 def summarise(
     questions: pd.DataFrame,
     base: str = "base",
     *,
     resamples: int = 10_000,
     seed: int = 0,
-    level: float = 0.95,
     table: tables.Table = tables.QUESTIONS,
 ) -> pd.DataFrame:
     """One row per system and question type (and "all"): the columns of `tables.SUMMARY`.
@@ -81,36 +72,29 @@ def summarise(
     rows = []
     for question_type, part in _by_type(questions):
         systems = tables.in_order(part["system"], tables.SYSTEMS)
+        # One frame per system, with the questions in the same order in all of them.
         columns = {name: _per_question(part[part["system"] == name]) for name in systems}
         draws = _draw_together(columns, resamples, seed)
         n = len(next(iter(columns.values())))
         for system in systems:
-            rows.append(
-                {
-                    "system": system,
-                    "question_type": question_type,
-                    "n": n,
-                    **_levels(columns[system].sum(), draws[system], n, level),
-                    **_differences(columns, draws, system, base, n, level),
-                }
-            )
-    order = {
-        name: rank for rank, name in enumerate(tables.in_order(questions["system"], tables.SYSTEMS))
-    }
+            row = {"system": system, "question_type": question_type, "n": n}
+            row |= _levels(columns[system].sum(), draws[system], n)
+            row |= _differences(columns, draws, system, base, n)
+            rows.append(row)
     summary = pd.DataFrame(rows)[list(tables.SUMMARY.columns)]
+    order = tables.in_order(questions["system"], tables.SYSTEMS)
     return summary.sort_values(
-        "system", key=lambda names: names.map(order), kind="stable", ignore_index=True
+        "system", key=lambda names: names.map(order.index), kind="stable", ignore_index=True
     )
 
 
-def compare(
+def compare_systems(
     questions: pd.DataFrame,
     a: str,
     b: str,
     *,
     resamples: int = 10_000,
     seed: int = 0,
-    level: float = 0.95,
     table: tables.Table = tables.QUESTIONS,
 ) -> pd.DataFrame:
     """System `a` against system `b` on the same questions, one row per question type and "all".
@@ -126,25 +110,24 @@ def compare(
                 f"table '{table.name}' has no system '{system}'; it has {known}; {table.origin}"
             )
     pair = questions[questions["system"].isin([a, b])]
-    summary = summarise(pair, b, resamples=resamples, seed=seed, level=level, table=table)
+    summary = summarise(pair, b, resamples=resamples, seed=seed, table=table)
     ours = summary[summary["system"] == a].set_index("question_type")
     theirs = summary[summary["system"] == b].set_index("question_type")
-    comparison = pd.DataFrame(
-        {
-            "system": a,
-            "reference": b,
-            "n": ours["n"],
-            "em": ours["em"],
-            "em_reference": theirs["em"],
-            **{name: ours[name] for name in _names("em_difference")},
-            "tokens": ours["tokens"],
-            "tokens_reference": theirs["tokens"],
-            "token_ratio": 1 - ours["token_reduction"],
-            "token_ratio_low": 1 - ours["token_reduction_high"],
-            "token_ratio_high": 1 - ours["token_reduction_low"],
-        }
-    )
-    return comparison.reset_index()
+    reduction = Estimate.read(ours, "token_reduction")
+    # The ratio is 1 − reduction, so the ends of the interval change places.
+    ratios = Estimate(1 - reduction.value, 1 - reduction.high, 1 - reduction.low)
+    columns = {
+        "system": a,
+        "reference": b,
+        "n": ours["n"],
+        "em": ours["em"],
+        "em_reference": theirs["em"],
+        **Estimate.read(ours, "em_difference").columns("em_difference"),
+        "tokens": ours["tokens"],
+        "tokens_reference": theirs["tokens"],
+        **ratios.columns("token_ratio"),
+    }
+    return pd.DataFrame(columns).reset_index()
 
 
 def efficiency(
@@ -153,16 +136,17 @@ def efficiency(
     *,
     resamples: int = 10_000,
     seed: int = 0,
-    level: float = 0.95,
     table: tables.Table = tables.QUESTIONS,
 ) -> pd.DataFrame:
-    """`aes` of every system over all questions, with its interval: columns system, aes, aes_low,
-    aes_high."""
+    """`aes` of every system over all questions, with its interval; one row per system."""
     questions = _aligned(tables.read(questions, table), table)
     systems = tables.in_order(questions["system"], tables.SYSTEMS)
     columns = {name: _per_question(questions[questions["system"] == name]) for name in systems}
     draws = _draw_together(columns, resamples, seed)
 
+    totals = {name: frame.sum() for name, frame in columns.items()}
+
+    # Sums will do: the number of questions cancels out in every ratio.
     def score(sums, system: str):
         return aes(
             sums[system]["correct"],
@@ -171,19 +155,15 @@ def efficiency(
             sums[base]["tokens"],
         )
 
-    totals = {name: frame.sum() for name, frame in columns.items()}
-    rows = [
-        {"system": s, **_named("aes", estimate(score(totals, s), score(draws, s), level))}
-        for s in systems
-    ]
+    rows = []
+    for system in systems:
+        found = estimate(score(totals, system), score(draws, system))
+        rows.append({"system": system} | found.columns("aes"))
     return pd.DataFrame(rows)
 
 
-def adaptivity(
-    turns: pd.DataFrame, *, resamples: int = 10_000, seed: int = 0, level: float = 0.95
-) -> pd.DataFrame:
-    """One row per system: does the mode follow the difficulty of the turn? The columns of
-    `tables.ADAPTIVITY`.
+def adaptivity(turns: pd.DataFrame, *, resamples: int = 10_000, seed: int = 0) -> pd.DataFrame:
+    """`tables.ADAPTIVITY`: does the mode follow the difficulty of the turn? One row per system.
 
     The explicit share is think turns over turns that hold a reasoning block. H(M), H(M|X) and
     I(X;M) = H(M) - H(M|X) come from the exact p(latent | state) of each scored turn, in bits: H(M)
@@ -195,8 +175,9 @@ def adaptivity(
     for system in tables.in_order(turns["system"], tables.SYSTEMS):
         part = turns[turns["system"] == system]
         sums = _per_question_modes(part)
-        draws = _as_sums(resampled_sums(sums.to_numpy(float), resamples, seed), sums.columns)
-        point, spread = _mode_statistics(sums.sum()), _mode_statistics(draws)
+        draws = resampled_sums(sums.to_numpy(float), resamples, seed)  # (resamples, columns)
+        point = _mode_statistics(sums.sum())
+        spread = _mode_statistics(pd.DataFrame(draws, columns=sums.columns))
         row = {
             "system": system,
             "n": len(sums),
@@ -204,17 +185,16 @@ def adaptivity(
             "hard_turns": int(part["hard"].sum()),
         }
         for name, value in point.items():
-            row |= _named(name, estimate(value, spread[name], level))
+            row |= estimate(value, spread[name]).columns(name)
         rows.append(row)
     return pd.DataFrame(rows)[list(tables.ADAPTIVITY.columns)]
 
 
-def mode_share(turns: pd.DataFrame, *, level: float = 0.95) -> pd.DataFrame:
-    """Latent share per system, question type, turn number and hardness, with Wilson intervals:
-    `tables.MODE_SHARE`.
+def mode_share(turns: pd.DataFrame) -> pd.DataFrame:
+    """`tables.MODE_SHARE`: latent share by system, question type, turn number and hardness.
 
-    A question has one turn of each number, so the turns of one row are independent. Turns without a
-    reasoning block are left out.
+    Intervals are Wilson's. A question has one turn of each number, so the turns of one row are
+    independent. Turns without a reasoning block are left out.
     """
     turns = tables.read(turns, tables.TURNS)
     moded = turns[turns["mode"] != "none"]
@@ -223,17 +203,15 @@ def mode_share(turns: pd.DataFrame, *, level: float = 0.95) -> pd.DataFrame:
         for question_type in tables.in_order(moded["question_type"], tables.QUESTION_TYPES):
             part = moded[(moded["system"] == system) & (moded["question_type"] == question_type)]
             for (turn, hard), group in part.groupby(["turn", "hard"], sort=True):
-                share = wilson((group["mode"] == "latent").sum(), len(group), level=level)
-                rows.append(
-                    {
-                        "system": system,
-                        "question_type": question_type,
-                        "turn": int(turn),
-                        "n": len(group),
-                        "hard": bool(hard),
-                        **_named("latent_share", share),
-                    }
-                )
+                share = wilson((group["mode"] == "latent").sum(), len(group))
+                about = {
+                    "system": system,
+                    "question_type": question_type,
+                    "turn": int(turn),
+                    "n": len(group),
+                    "hard": bool(hard),
+                }
+                rows.append(about | share.columns("latent_share"))
     return pd.DataFrame(rows, columns=list(tables.MODE_SHARE.columns))
 
 
@@ -241,7 +219,6 @@ def readable(summary: pd.DataFrame, question_type: str = "all") -> pd.DataFrame:
     """The summary as people read it: percent and tokens, each followed by its interval."""
     summary = tables.read(summary, tables.SUMMARY)
     rows = summary[summary["question_type"] == question_type].set_index("system")
-
     return pd.DataFrame(
         {
             "n": rows["n"],
@@ -253,14 +230,6 @@ def readable(summary: pd.DataFrame, question_type: str = "all") -> pd.DataFrame:
             "latent share %": tables.with_intervals(rows, "latent_share", 100),
         }
     )
-
-
-def _names(name: str) -> tuple[str, str, str]:
-    return name, f"{name}_low", f"{name}_high"
-
-
-def _named(name: str, estimate: Estimate) -> dict[str, float]:
-    return dict(zip(_names(name), estimate, strict=True))
 
 
 def _aligned(questions: pd.DataFrame, table: tables.Table) -> pd.DataFrame:
@@ -278,18 +247,19 @@ def _aligned(questions: pd.DataFrame, table: tables.Table) -> pd.DataFrame:
             f"table '{table.name}': question '{types.idxmax()}' has several values of"
             f" question_type; {table.origin}"
         )
-    everything = set(questions["question_id"])
+    everything = set(questions["question_id"])  # of all systems
     for system, ids in questions.groupby("system")["question_id"]:
         missing = sorted(everything - set(ids))
         if missing:
-            shown = ", ".join(missing[:5]) + (
-                f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-            )
+            shown = ", ".join(missing[:5])
+            if len(missing) > 5:
+                shown += f" and {len(missing) - 5} more"
             raise tables.TableError(
                 f"table '{table.name}': system '{system}' lacks {len(missing)} of {len(everything)}"
                 f" questions ({shown}), so systems cannot be paired; {table.origin}: run it again"
                 " for all systems"
             )
+    # One order for all systems pairs them, and makes results independent of the rows' order.
     return questions.sort_values("question_id", kind="stable")
 
 
@@ -316,53 +286,47 @@ def _draw_together(
 ) -> dict[str, pd.DataFrame]:
     """Resampled sums per system, from the same draws of questions for all of them."""
     stacked = np.concatenate([frame.to_numpy() for frame in columns.values()], axis=1)
-    sums = np.split(resampled_sums(stacked, resamples, seed), len(columns), axis=1)
+    sums = resampled_sums(stacked, resamples, seed)  # (resamples, systems · columns)
+    parts = np.split(sums, len(columns), axis=1)
     return {
-        name: _as_sums(part, columns[name].columns)
-        for name, part in zip(columns, sums, strict=True)
+        name: pd.DataFrame(part, columns=columns[name].columns)
+        for name, part in zip(columns, parts, strict=True)
     }
 
 
-def _as_sums(draws: np.ndarray, columns) -> pd.DataFrame:
-    return pd.DataFrame(draws, columns=columns)
-
-
-def _levels(total: pd.Series, draws: pd.DataFrame, n: int, level: float) -> dict[str, float]:
-    share, shares = (
-        ratio(total["latent"], total["reasoned"]),
-        ratio(draws["latent"], draws["reasoned"]),
-    )
+def _levels(total: pd.Series, draws: pd.DataFrame, n: int) -> dict[str, float]:
+    em = estimate(total["correct"] / n, draws["correct"].to_numpy() / n)
+    tokens = estimate(total["tokens"] / n, draws["tokens"].to_numpy() / n)
+    share = ratio(total["latent"], total["reasoned"])
+    shares = ratio(draws["latent"], draws["reasoned"])
     return {
-        **_named("em", estimate(total["correct"] / n, draws["correct"].to_numpy() / n, level)),
-        **_named("tokens", estimate(total["tokens"] / n, draws["tokens"].to_numpy() / n, level)),
+        **em.columns("em"),
+        **tokens.columns("tokens"),
         "turns": total["turns"] / n,
-        **_named("latent_share", estimate(share, shares, level)),
+        **estimate(share, shares).columns("latent_share"),
     }
 
 
-def _differences(columns, draws, system: str, base: str, n: int, level: float) -> dict[str, float]:
+def _differences(columns, draws, system: str, base: str, n: int) -> dict[str, float]:
     if base not in columns:
-        return dict.fromkeys((*_names("em_difference"), *_names("token_reduction")), np.nan)
+        unknown = Estimate(np.nan, np.nan, np.nan)
+        return unknown.columns("em_difference") | unknown.columns("token_reduction")
     total, reference = columns[system].sum(), columns[base].sum()
-    gained = (draws[system]["correct"] - draws[base]["correct"]).to_numpy() / n
-    reduced = 1 - ratio(draws[system]["tokens"], draws[base]["tokens"])
+    gain = (total["correct"] - reference["correct"]) / n
+    gains = (draws[system]["correct"] - draws[base]["correct"]).to_numpy() / n
     reduction = 1 - ratio(total["tokens"], reference["tokens"])
+    reductions = 1 - ratio(draws[system]["tokens"], draws[base]["tokens"])
     return {
-        **_named(
-            "em_difference", estimate((total["correct"] - reference["correct"]) / n, gained, level)
-        ),
-        **_named("token_reduction", estimate(reduction, reduced, level)),
+        **estimate(gain, gains).columns("em_difference"),
+        **estimate(reduction, reductions).columns("token_reduction"),
     }
 
 
 def _per_question_modes(part: pd.DataFrame) -> pd.DataFrame:
-    """Per question: counts of moded and explicit turns by difficulty, and sums over the scored
-    turns."""
-    moded, explicit, scored = (
-        part["mode"] != "none",
-        part["mode"] == "think",
-        part["p_latent"].notna(),
-    )
+    """Per question: numbers of turns by mode and difficulty, and sums over the scored turns."""
+    moded = part["mode"] != "none"
+    explicit = part["mode"] == "think"
+    scored = part["p_latent"].notna()
     p = part["p_latent"].fillna(0.0)
     counts = {
         "hard": moded & part["hard"],
@@ -377,12 +341,9 @@ def _per_question_modes(part: pd.DataFrame) -> pd.DataFrame:
 
 
 def _mode_statistics(sums) -> dict[str, np.ndarray]:
-    """The adaptivity figures from sums over turns; works on one total and on a frame of resampled
-    ones."""
-    hard, easy = (
-        ratio(sums["hard_explicit"], sums["hard"]),
-        ratio(sums["easy_explicit"], sums["easy"]),
-    )
+    """From sums over turns: of one total (a series) or of resampled ones (a frame)."""
+    hard = ratio(sums["hard_explicit"], sums["hard"])
+    easy = ratio(sums["easy_explicit"], sums["easy"])
     marginal = binary_entropy(np.clip(ratio(sums["p"], sums["scored"]), 0, 1))
     given_state = ratio(sums["entropy"], sums["scored"])
     return {

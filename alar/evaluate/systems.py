@@ -1,27 +1,22 @@
-"""Evaluation: rollouts of a system on questions, the tables drawn from them, controls on z, and the
-oracle router.
+"""A system answers questions; what it did becomes tables.
 
-A *system* is a model with a mode policy ("base" explicit, "alar" free, "alar-think" forced …).
-Tables have one row per question or per turn; intervals are computed from them by
-`alar.evaluate.statistics`.
+A *system* is a model with a choice of modes ("base" explicit, "alar" free, "alar-think" forced …).
+Tables have one row per question or per turn; `alar.evaluate.statistics` computes means and
+intervals from them.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
 import pandas as pd
-import torch
 
 from alar.records import Environment, Question, Trajectory
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Engine, Sampling
+from alar.rollout.hf import HFEngine
 from alar.rollout.loop import run
 from alar.rollout.modes import latent_probabilities
-
-CONTROLS = ("zeroed", "mean", "noise", "shuffled")
 
 
 def think_tokens(trajectory: Trajectory) -> int:
@@ -30,7 +25,7 @@ def think_tokens(trajectory: Trajectory) -> int:
 
 
 def question_table(trajectories: Sequence[Trajectory], system: str) -> pd.DataFrame:
-    """One row per question."""
+    """`tables.QUESTIONS`: one row per question. `think_length` is in characters."""
     return pd.DataFrame(
         {
             "system": system,
@@ -53,11 +48,12 @@ def turn_table(
     trajectories: Sequence[Trajectory],
     system: str,
     p_latent: Sequence[Sequence[float]] | None = None,
-):
-    """One row per turn; `p_latent` from `alar.rollout.modes.latent_probabilities`, NaN without it."""
+) -> pd.DataFrame:
+    """`tables.TURNS`: one row per turn. `p_latent` comes from `mode_scores`; NaN without it."""
     rows = []
     for number, trajectory in enumerate(trajectories):
         for index, turn in enumerate(trajectory.turns):
+            scored = float("nan") if p_latent is None else p_latent[number][index]
             rows.append(
                 {
                     "system": system,
@@ -67,7 +63,7 @@ def turn_table(
                     "hard": index in trajectory.question.hard_turns,
                     "mode": turn.mode,
                     "tokens": turn.end - turn.start,
-                    "p_latent": p_latent[number][index] if p_latent is not None else float("nan"),
+                    "p_latent": scored,
                 }
             )
     return pd.DataFrame(rows)
@@ -84,7 +80,11 @@ def evaluate(
     batch_size: int,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> list[Trajectory]:
-    """Greedy rollouts of one system."""
+    """Answers of one system by greedy decoding, one trajectory per question, in their order.
+
+    `mode` is one of `alar.rollout.loop.MODES`: "off" for a base, which has no latent block.
+    `max_new_tokens` is per turn; `batch_size` is how many questions are worked on at once.
+    """
     return run(
         questions,
         engine,
@@ -97,106 +97,13 @@ def evaluate(
     )
 
 
-def mode_scores(engine, trajectories: Sequence[Trajectory]) -> list[list[float]]:
-    """Exact p(latent | state) at every turn of in-process trajectories."""
+def mode_scores(engine: HFEngine, trajectories: Sequence[Trajectory]) -> list[list[float]]:
+    """Exact p(latent | state) at every turn, one list per trajectory."""
     return latent_probabilities(engine.model, engine.codec, trajectories)
 
 
-class TamperedProjector(torch.nn.Module):
-    """Replaces every z by something else of the same shape; `bank` (rows, K, H) holds intact z of
-    other turns.
-
-    zeroed: 0 · mean: the bank's mean for this step · noise: a random direction with z's own norm ·
-    shuffled: the z of a random turn of the bank at this step.
-    """
-
-    def __init__(self, projector: torch.nn.Module, kind: str, bank: torch.Tensor, seed: int = 0):
-        super().__init__()
-        if kind not in CONTROLS:
-            raise ValueError(f"control {kind!r}: expected one of {', '.join(CONTROLS)}")
-        self.projector, self.kind, self.bank = projector, kind, bank
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def forward(self, hidden: torch.Tensor, step: int) -> torch.Tensor:
-        z = self.projector(hidden, step)
-        if self.kind == "zeroed":
-            return torch.zeros_like(z)
-        if self.kind == "mean":
-            return self.bank[:, step].mean(0).to(z).expand_as(z)
-        if self.kind == "noise":
-            noise = torch.randn(z.shape, generator=self.generator).to(z)
-            return noise * z.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
-        chosen = torch.randint(len(self.bank), (len(z),), generator=self.generator)
-        return self.bank[chosen, step].to(z)
-
-
-def latent_bank(trajectories: Sequence[Trajectory], num_latent: int) -> torch.Tensor:
-    """All z of some trajectories as (blocks, K, H)."""
-    found = [
-        t.latents.reshape(-1, num_latent, t.latents.shape[1])
-        for t in trajectories
-        if len(t.latents)
-    ]
-    if not found:
-        raise ValueError(
-            "no latent block in these trajectories: controls need the z of an always-latent run"
-        )
-    return torch.as_tensor(np.concatenate(found))
-
-
-def controls(
-    engine, environment, questions, intact: Sequence[Trajectory], **settings
-) -> pd.DataFrame:
-    """The always-latent system with tampered z, beside the intact one; one row per question and
-    control."""
-    model = engine.model
-    bank = latent_bank(intact, model.config.num_latent)
-    tables = [question_table(intact, "intact")]
-    projector = model.model.projector
-    for kind in CONTROLS:
-        model.model.projector = TamperedProjector(projector, kind, bank)
-        engine.reset()
-        try:
-            trajectories = evaluate(engine, environment, questions, mode="latent", **settings)
-        finally:
-            model.model.projector = projector
-        tables.append(question_table(trajectories, kind))
-    engine.reset()
-    return pd.concat(tables, ignore_index=True)
-
-
-def oracle_router(
-    engine, environment, questions: Sequence[Question], *, max_routed_turns: int = 3, **settings
-):
-    """For every question the cheapest correct choice of modes, found by trying all of them.
-
-    All 2^T assignments to the first `max_routed_turns` turns are rolled out (later turns think).
-    Where none is correct, the always-think trajectory counts. Returns one trajectory per question.
-    """
-    best: dict[str, Trajectory] = {}
-    fallback: dict[str, Trajectory] = {}
-    max_new_tokens, max_turns = settings["max_new_tokens"], settings["max_turns"]
-    for assignment in itertools.product(("think", "latent"), repeat=max_routed_turns):
-        trajectories = run(
-            questions,
-            engine,
-            environment,
-            Sampling(max_new_tokens, 0.0, stop=environment.stop),
-            modes=lambda row, turn, a=assignment: a[turn] if turn < len(a) else "think",
-            max_turns=max_turns,
-            batch_size=settings["batch_size"],
-        )
-        for t in trajectories:
-            key = t.question.id
-            if all(mode == "think" for mode in assignment):
-                fallback[key] = t
-            if t.correct and (key not in best or t.generated_tokens < best[key].generated_tokens):
-                best[key] = t
-    return [best.get(q.id, fallback[q.id]) for q in questions]
-
-
 def example_turns(codec: Codec, trajectories: dict[str, Trajectory]) -> pd.DataFrame:
-    """Turn by turn, one question as several systems answered it."""
+    """`tables.EXAMPLE_TURNS`: turn by turn, one question as several systems answered it."""
     rows = []
     for system, trajectory in trajectories.items():
         for index, turn in enumerate(trajectory.turns):

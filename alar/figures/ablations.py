@@ -6,15 +6,20 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from alar.evaluate import tables
+from alar.evaluate.intervals import Estimate
 from alar.figures.style import (
+    DASHED,
     GREY,
     MEASURED,
     PAGE,
-    Source,
+    TableOrFile,
+    estimate_bars,
     footnote,
-    interval_bars,
+    horizontal_rows,
     new_figure,
+    number_of_questions,
     percent_axis,
+    shortened,
     styled,
     system_colour,
     system_name,
@@ -29,9 +34,11 @@ _LABEL_LENGTH = 44  # characters
 
 
 @styled
-def ablations(table: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
-    """Accuracy, tokens and I(X;M) of every setting, in blocks by system; the dashed line is the
-    block's first row."""
+def ablations_figure(table: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+    """Accuracy, tokens and I(X;M) of every setting, in blocks by system.
+
+    The dashed line is the block's first row.
+    """
     table = tables.read(table, tables.ABLATIONS)
     systems = list(dict.fromkeys(table["system"]))
     heights = [int((table["system"] == system).sum()) for system in systems]
@@ -47,36 +54,22 @@ def ablations(table: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataF
                 axes.set_xlabel(title)
             if name == "accuracy":
                 percent_axis(axes.xaxis)
-        line[0].set_yticks(range(len(rows)), [_label(row) for row in rows.itertuples()])
-        line[0].set_ylim(len(rows) - 0.5, -0.5)
+        horizontal_rows(line[0], [_label(row) for row in rows.itertuples()])
         line[0].set_title(system_name(system))
-    counts = ", ".join(str(n) for n in dict.fromkeys(int(n) for n in table["n"]))
-    footnote(
-        figure, scale, f"n = {counts} questions", "bars: 95 % intervals over questions, bootstrap"
-    )
+    bars = "bars: 95 % intervals over questions, bootstrap"
+    footnote(figure, scale, number_of_questions(table), bars)
     return figure, table
 
 
 def _draw(axes, rows: pd.DataFrame, name: str, colour: str) -> None:
-    axes.axvline(rows[name].iloc[0], color=GREY, linewidth=0.7, linestyle=(0, (4, 2)), zorder=0)
+    axes.axvline(rows[name].iloc[0], color=GREY, linewidth=0.7, linestyle=DASHED, zorder=0)
     places = range(len(rows))
-    if f"{name}_low" in rows:
-        interval_bars(
-            axes,
-            rows[name],
-            places,
-            rows[f"{name}_low"],
-            rows[f"{name}_high"],
-            along="x",
-            color=colour,
-            marker="o",
-        )
+    if Estimate.names(name)[1] in rows:
+        estimate_bars(axes, rows, name, places, along="x", color=colour, marker="o")
     else:
         axes.plot(rows[name], places, "o", color=colour)
 
 
 def _label(row) -> str:
-    label = (
-        row.setting if len(row.setting) <= _LABEL_LENGTH else row.setting[: _LABEL_LENGTH - 1] + "…"
-    )
+    label = shortened(row.setting, _LABEL_LENGTH)
     return f"{label} ({row.seeds} seeds)" if row.seeds > 1 else label

@@ -10,41 +10,45 @@ from alar.evaluate import tables
 from alar.figures.style import (
     BLACK,
     BLUE,
+    DASHED,
     GREEN,
     GREY,
+    MEASURED,
     ORANGE,
     PAGE,
     PURPLE,
     SKY,
     VERMILLION,
-    Source,
+    TableOrFile,
+    estimate_bars,
     footnote,
-    interval_bars,
     new_figure,
+    number_of_questions,
     panel_letter,
     percent_axis,
+    shortened,
     styled,
     system_name,
 )
 
 _COLOURS = (BLUE, VERMILLION, PURPLE, ORANGE, SKY, GREY)
 _MARKERS = "sD^vPXphd<>"
+_BARS = "bars: 95 % intervals, bootstrap"
 _LEGEND_LENGTH = 34  # characters of a line
 _NEAR = 0.1  # how far below the base's accuracy a method is still drawn larger
 
 
 @styled
-def methods(table: Source) -> tuple[Figure, pd.DataFrame]:
-    """Accuracy against mean generated tokens, one row per domain: all methods, and those near the
-    base's accuracy (`_NEAR`) larger.
+def methods_figure(table: TableOrFile) -> tuple[Figure, pd.DataFrame]:
+    """Accuracy against mean generated tokens, one row of panels per domain.
 
-    Settings of one method are joined by a line. Up and to the left is better; the dashed lines go
-    through the base of each domain.
+    The left panel has all methods, the right one those near the base's accuracy, larger. Settings
+    of one method are joined by a line. Up and to the left is better; the dashed lines go through
+    the base of each domain.
     """
     table = tables.read(table, tables.METHODS)
-    table = table.assign(
-        settings=table["settings"].fillna("")
-    )  # an empty one, read from a CSV file
+    # Settings that are empty come back from a CSV file as NaN.
+    table = table.assign(settings=table["settings"].fillna(""))
     domains = tables.in_order(table["domain"], ("search", "tool"))
     looks = _looks(tables.in_order(table["method"], ("base", "ALAR")))
     figure = new_figure(PAGE, max(2.6 * len(domains), 0.6 + 0.16 * len(looks)))
@@ -60,13 +64,7 @@ def methods(table: Source) -> tuple[Figure, pd.DataFrame]:
             axes.set_title(f"{panel_letter(2 * number + column)}   {where}{title}")
         panels[0].set_ylabel("Accuracy (%)")
     figure.legend(handles=_legend(table, looks), loc="outside right upper", labelspacing=0.45)
-    numbers = ", ".join(str(n) for n in dict.fromkeys(int(n) for n in table["n"]))
-    footnote(
-        figure,
-        *dict.fromkeys(table["scale"]),
-        f"n = {numbers} questions",
-        "bars: 95 % intervals, bootstrap",
-    )
+    footnote(figure, *dict.fromkeys(table["scale"]), number_of_questions(table), _BARS)
     return figure, table
 
 
@@ -74,7 +72,7 @@ def _panel(axes, rows: pd.DataFrame, looks: dict[str, dict]) -> None:
     for method, part in rows.groupby("method", sort=False):
         _draw(axes, part, looks[method])
     for base in rows[rows["method"] == "base"].itertuples():
-        dashed = {"color": GREY, "linewidth": 0.7, "linestyle": (0, (4, 2)), "zorder": 0}
+        dashed = {"color": GREY, "linewidth": 0.7, "linestyle": DASHED, "zorder": 0}
         axes.axhline(base.accuracy, **dashed)
         axes.axvline(base.tokens, **dashed)
     percent_axis(axes.yaxis)
@@ -96,28 +94,12 @@ def _looks(methods: list[str]) -> dict[str, dict]:
 
 def _draw(axes, part: pd.DataFrame, look: dict) -> None:
     thin = look | {"elinewidth": 0.7, "capsize": 1.2, "zorder": 3}
-    interval_bars(
-        axes, part["tokens"], part["accuracy"], part["accuracy_low"], part["accuracy_high"], **thin
-    )
-    interval_bars(
-        axes,
-        part["tokens"],
-        part["accuracy"],
-        part["tokens_low"],
-        part["tokens_high"],
-        along="x",
-        **thin,
-    )
+    estimate_bars(axes, part, "accuracy", part["tokens"], **thin)
+    estimate_bars(axes, part, "tokens", part["accuracy"], along="x", **thin)
     if len(part) > 1:
         ordered = part.sort_values("tokens")
-        axes.plot(
-            ordered["tokens"],
-            ordered["accuracy"],
-            color=look["color"],
-            linewidth=0.6,
-            alpha=0.6,
-            zorder=1,
-        )
+        line = {"color": look["color"], "linewidth": 0.6, "alpha": 0.6, "zorder": 1}
+        axes.plot(ordered["tokens"], ordered["accuracy"], **line)
 
 
 def _legend(table: pd.DataFrame, looks: dict[str, dict]) -> list[Line2D]:
@@ -129,63 +111,46 @@ def _legend(table: pd.DataFrame, looks: dict[str, dict]) -> list[Line2D]:
             label += f" ({len(settings)} settings)"
         elif settings[0]:
             label += f", {settings[0]}"
-        if len(label) > _LEGEND_LENGTH:
-            label = label[: _LEGEND_LENGTH - 1] + "…"
+        label = shortened(label, _LEGEND_LENGTH)
         handles.append(Line2D([], [], linestyle="none", label=label, **look))
     return handles
 
 
 @styled
 def ratios(
-    table: Source, achieved: pd.DataFrame | None = None, *, scale: str = "measured"
+    table: TableOrFile, achieved: pd.DataFrame | None = None, *, scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
-    """Accuracy and think tokens against the ratio in the prompt; `achieved` adds what the training
-    data hold at each ratio."""
+    """Accuracy and think tokens against the ratio in the prompt, one line per model and scorer.
+
+    `achieved` adds what the training data hold at each ratio.
+    """
     table = tables.read(table, tables.RATIOS)
     figure = new_figure(PAGE, 2.4)
     left, right = figure.subplots(1, 2)
-    looks = zip(
-        table.groupby(["model", "scorer"], sort=False),
-        (BLUE, VERMILLION, GREEN, PURPLE, BLACK) * 2,
-        "osD^v" * 2,
-    )
-    for ((model, scorer), rows), colour, marker in looks:
+    lines = table.groupby(["model", "scorer"], sort=False)
+    colours = (BLUE, VERMILLION, GREEN, PURPLE, BLACK) * 2
+    for ((model, scorer), rows), colour, marker in zip(lines, colours, "osD^v" * 2):
         rows = rows.sort_values("ratio")
-        label = f"{model}, {scorer}"
+        look = {"color": colour, "marker": marker, "label": f"{model}, {scorer}"}
         for axes, name in ((left, "accuracy"), (right, "think_tokens")):
             axes.plot(rows["ratio"], rows[name], color=colour, linewidth=0.8)
-            interval_bars(axes, rows["ratio"], rows[name], rows[f"{name}_low"], rows[f"{name}_high"], color=colour, marker=marker,
-                          label=label)  # fmt: skip
-    whole = (
-        table.loc[table["ratio"] == table["ratio"].max(), "think_tokens"].mean()
-        / table["ratio"].max()
-    )
-    right.plot(
-        [0, 1],
-        [0, whole],
-        color=GREY,
-        linewidth=0.8,
-        linestyle=(0, (4, 2)),
-        label="in proportion to the ratio",
-    )
+            estimate_bars(axes, rows, name, rows["ratio"], **look)
+    # What a prompt would give whose ratio were obeyed to the letter.
+    largest = table["ratio"].max()
+    whole = table.loc[table["ratio"] == largest, "think_tokens"].mean() / largest
+    dashed = {"color": GREY, "linewidth": 0.8, "linestyle": DASHED}
+    right.plot([0, 1], [0, whole], label="in proportion to the ratio", **dashed)
     if achieved is not None:
-        right.plot(
-            achieved["requested"],
-            achieved["tokens_per_sample"],
-            "x",
-            color=GREY,
-            label="training data",
-        )
+        x, y = achieved["requested"], achieved["tokens_per_sample"]
+        right.plot(x, y, "x", color=GREY, label="training data")
     percent_axis(left.yaxis)
     left.set_ylabel("Accuracy (%)")
     right.set_ylabel("Think tokens per question")
     for index, axes in enumerate((left, right)):
-        axes.set_title(f"{panel_letter(index)}")
+        axes.set_title(panel_letter(index))
         axes.set_xlim(0, 1.05)
         axes.set_xlabel("Ratio in the prompt")
     right.set_ylim(bottom=0)
     right.legend(loc="upper left")
-    footnote(
-        figure, scale, f"n = {int(table['n'].max())} questions", "bars: 95 % intervals, bootstrap"
-    )
+    footnote(figure, scale, f"n = {int(table['n'].max())} questions", _BARS)
     return figure, table

@@ -20,9 +20,9 @@ from alar.figures.style import (
     MODE_NAMES,
     PAGE,
     VERMILLION,
-    Source,
+    TableOrFile,
+    estimate_bars,
     footnote,
-    interval_bars,
     new_figure,
     panel_letter,
     percent_axis,
@@ -32,21 +32,20 @@ from alar.figures.style import (
 )
 
 _BLOCK_END = re.compile(r"(?<=</think>)|(?<=</latent>)")
+_HARDNESS = {"easy": (BLUE, "o"), "hard": (VERMILLION, "D")}  # colour, marker
+_MIN_TURNS = 10  # of a point
+_WIDTH = 84  # characters of a line of a turn's text
 _BESIDE = 0.16  # hard and easy turns of the same number stand side by side
 
 
 @styled
 def latent_share(
-    shares: Source,
-    *,
-    systems: tuple[str, ...] = ("warmup", "alar"),
-    min_turns: int = 10,
-    scale: str = MEASURED,
+    shares: TableOrFile, *, systems: tuple[str, ...] = ("warmup", "alar"), scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
     """Latent share by question type and turn, one panel per system, hard turns marked.
 
-    `shares` comes from `alar.evaluate.statistics.mode_share`. Positions that fewer than `min_turns`
-    turns reached are left out, unless that would leave nothing.
+    `shares` comes from `alar.evaluate.statistics.mode_share`. Positions that fewer than 10 turns
+    reached are left out, unless that would leave nothing.
     """
     shares = tables.read(shares, tables.MODE_SHARE)
     absent = [name for name in systems if name not in set(shares["system"])]
@@ -57,8 +56,8 @@ def latent_share(
             f" {tables.MODE_SHARE.origin}"
         )
     shown = shares[shares["system"].isin(systems)]
-    if (shown["n"] >= min_turns).any():
-        shown = shown[shown["n"] >= min_turns]
+    if (shown["n"] >= _MIN_TURNS).any():
+        shown = shown[shown["n"] >= _MIN_TURNS]
     types = tables.in_order(shown["question_type"], tables.QUESTION_TYPES)
     places = _places(shown, types)
     figure = new_figure(PAGE, 0.9 + 1.25 * len(systems))
@@ -70,98 +69,71 @@ def latent_share(
         axes.set_ylim(-0.05, 1.05)
         percent_axis(axes.yaxis)
     _label_types(grid[-1], types, places)
-    grid[0].legend(
-        handles=[
-            Line2D([], [], marker="o", color=BLUE, linestyle="none", label="easy turn"),
-            Line2D([], [], marker="D", color=VERMILLION, linestyle="none", label="hard turn"),
-        ],
-        loc="lower right",
-        bbox_to_anchor=(1, 1),
-        borderaxespad=0.2,
-        ncols=2,
-    )
-    footnote(
-        figure, f"{scale} · n = {_range(shown['n'])} turns per point · bars: 95 % intervals, Wilson"
-    )
+    handles = [
+        Line2D([], [], linestyle="none", label=f"{name} turn", color=colour, marker=marker)
+        for name, (colour, marker) in _HARDNESS.items()
+    ]
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
+    grid[0].legend(handles=handles, ncols=2, **place)
+    counted = f"n = {_range(shown['n'])} turns per point"
+    footnote(figure, scale, counted, "bars: 95 % intervals, Wilson")
     return figure, shown.reset_index(drop=True)
 
 
 @styled
-def trajectory(
-    example: Source, *, scale: str = MEASURED, width: int = 84
+def trajectory_figure(
+    example: TableOrFile, *, scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
     """Tokens per turn on one question, a bar per turn and system, beside what the turn says."""
     example = tables.read(example, tables.EXAMPLE_TURNS)
     questions = list(dict.fromkeys(example["question"]))
     example = example[example["question"] == questions[0]]
     systems = tables.in_order(example["system"], tables.SYSTEMS)
-    order = pd.Categorical(example["system"], categories=systems)
-    rows = (
-        example.assign(order=order)
-        .sort_values(["order", "turn"], ignore_index=True)
-        .drop(columns="order")
+    rows = example.sort_values("turn", kind="stable").sort_values(
+        "system", key=lambda names: names.map(systems.index), kind="stable", ignore_index=True
     )
+    longest = rows["tokens"].max()
     figure = new_figure(PAGE, 1.0 + 0.3 * len(rows) + 0.12 * len(systems))
     axes, text = figure.subplots(1, 2, sharey=True, width_ratios=[1, 1.55])
-    heights, height = [], 0.0
-    for row in rows.itertuples():
-        if heights and row.system != rows["system"].iloc[len(heights) - 1]:
-            height += 0.7
-        heights.append(height)
-        height += 1.0
+    heights = _heights(rows["system"])
     for place, row in zip(heights, rows.itertuples(), strict=True):
         axes.barh(place, row.tokens, height=0.72, color=MODE_COLOURS[row.mode])
-        axes.text(
-            row.tokens + 0.02 * rows["tokens"].max(),
-            place,
-            f"{row.tokens:g}",
-            va="center",
-            fontsize=6.3,
-        )
-        text.text(
-            0,
-            place,
-            _excerpt(row.text, width),
-            va="center",
-            fontsize=5.8,
-            linespacing=1.25,
-            parse_math=False,
-        )
+        label = f"{row.tokens:g}"
+        axes.text(row.tokens + 0.02 * longest, place, label, va="center", fontsize=6.3)
+        said = _excerpt(row.text)
+        small = {"va": "center", "fontsize": 5.8, "linespacing": 1.25, "parse_math": False}
+        text.text(0, place, said, **small)
     labels = [f"turn {row.turn}{'  (hard)' if row.hard else ''}" for row in rows.itertuples()]
     axes.set_yticks(heights, labels)
     for label, hard in zip(axes.get_yticklabels(), rows["hard"], strict=True):
         label.set_fontweight("bold" if hard else "normal")
     for system in systems:
-        ours = rows["system"] == system
-        top = min(place for place, member in zip(heights, ours, strict=True) if member)
-        total = rows.loc[ours, "tokens"].sum()
-        text.text(
-            0,
-            top - 0.72,
-            f"{system_name(system)}: {total:g} tokens",
-            fontsize=6.5,
-            fontweight="bold",
-            va="center",
-        )
+        own = rows.index[rows["system"] == system]
+        title = f"{system_name(system)}: {rows.loc[own, 'tokens'].sum():g} tokens"
+        above = heights[own[0]] - 0.72
+        text.text(0, above, title, fontsize=6.5, fontweight="bold", va="center")
     axes.set_ylim(heights[-1] + 0.6, -1.1)
-    axes.set_xlim(0, 1.14 * rows["tokens"].max())
+    axes.set_xlim(0, 1.14 * longest)
     axes.set_xlabel("Generated tokens in the turn")
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
     text.set_xlim(0, 1)
     text.axis("off")
     used = [mode for mode in tables.MODES if (rows["mode"] == mode).any()]
-    text.legend(
-        handles=[Patch(color=MODE_COLOURS[mode], label=MODE_NAMES[mode]) for mode in used],
-        loc="upper right",
-        borderaxespad=0.2,
-        ncols=len(used),
-    )
-    axes.set_title(
-        "\n".join(textwrap.wrap(questions[0], 92)), fontsize=7, loc="left", parse_math=False
-    )
-    footnote(figure, f"{scale} · one question, greedy decoding")
+    patches = [Patch(color=MODE_COLOURS[mode], label=MODE_NAMES[mode]) for mode in used]
+    text.legend(handles=patches, loc="upper right", borderaxespad=0.2, ncols=len(used))
+    question = "\n".join(textwrap.wrap(questions[0], 92))
+    axes.set_title(question, fontsize=7, loc="left", parse_math=False)
+    footnote(figure, scale, "one question, greedy decoding")
     return figure, rows
+
+
+def _heights(systems: pd.Series) -> list[float]:
+    """Vertical places of the turns, with a space where the next system begins."""
+    heights = [0.0]
+    for before, after in zip(systems[:-1], systems[1:]):  # neighbours
+        heights.append(heights[-1] + (1.0 if before == after else 1.7))
+    return heights
 
 
 def _places(shown: pd.DataFrame, types: list[str]) -> dict[tuple[str, int], float]:
@@ -177,29 +149,17 @@ def _places(shown: pd.DataFrame, types: list[str]) -> dict[tuple[str, int], floa
 
 def _share_panel(axes, rows: pd.DataFrame, places: dict[tuple[str, int], float]) -> None:
     keys = ["question_type", "turn"]
-    beside = np.where(
-        rows.duplicated(keys, keep=False), np.where(rows["hard"], _BESIDE, -_BESIDE), 0.0
-    )
-    rows = rows.assign(
-        x=beside + [places[key] for key in rows[keys].itertuples(index=False, name=None)]
-    )
+    x = np.array([places[key] for key in rows[keys].itertuples(index=False, name=None)])
+    aside = np.where(rows["hard"], _BESIDE, -_BESIDE)
+    rows = rows.assign(x=x + np.where(rows.duplicated(keys, keep=False), aside, 0.0))
+    # A line joins the turns of one type; types have nothing between them.
     for _, line in rows.groupby("question_type"):
         line = line.sort_values("x")
         axes.plot(line["x"], line["latent_share"], color=GREY, linewidth=0.8, zorder=1)
     axes.grid(axis="x", visible=False)
-    for part, colour, marker in (
-        (rows[~rows["hard"]], BLUE, "o"),
-        (rows[rows["hard"]], VERMILLION, "D"),
-    ):
-        interval_bars(
-            axes,
-            part["x"],
-            part["latent_share"],
-            part["latent_share_low"],
-            part["latent_share_high"],
-            color=colour,
-            marker=marker,
-        )
+    for name, (colour, marker) in _HARDNESS.items():
+        part = rows[rows["hard"] == (name == "hard")]
+        estimate_bars(axes, part, "latent_share", part["x"], color=colour, marker=marker)
 
 
 def _label_types(axes, types: list[str], places: dict[tuple[str, int], float]) -> None:
@@ -220,12 +180,11 @@ def _label_types(axes, types: list[str], places: dict[tuple[str, int], float]) -
     axes.set_xlim(-0.6, max(places.values()) + 0.6)
 
 
-def _excerpt(text: str, width: int) -> str:
+def _excerpt(text: str) -> str:
     """The reasoning block on one line, the action on the next, both shortened to the width."""
-    block, action = (part.strip() for part in (_BLOCK_END.split(str(text), maxsplit=1) + [""])[:2])
-    return "\n".join(
-        textwrap.shorten(part, width, placeholder=" …") for part in (block, action) if part
-    )
+    parts = _BLOCK_END.split(str(text), maxsplit=1)
+    lines = [textwrap.shorten(part.strip(), _WIDTH, placeholder=" …") for part in parts]
+    return "\n".join(line for line in lines if line)
 
 
 def _range(counts: pd.Series) -> str:

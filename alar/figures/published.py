@@ -35,9 +35,9 @@ _ROWS = [
 
 
 def results() -> pd.DataFrame:
-    """One row per published point: setting, system, accuracy, tokens, accuracy_difference,
-    token_reduction, digitised.
+    """One row per published point.
 
+    Columns: setting, system, accuracy, tokens, accuracy_difference, token_reduction, digitised.
     Accuracies and reductions are fractions; differences and reductions are against the base of the
     same setting.
     """

@@ -1,11 +1,13 @@
-"""What the evaluation found: accuracy against tokens, stages, question types, inference controls,
-oracle router.
+"""What the evaluation found.
 
-Every figure reads summaries (`tables.SUMMARY`, made by `alar.evaluate.statistics.summarise`) and
+Accuracy against tokens, stages, question types, controls at inference, oracle router. Every drawing
+function reads summaries (`tables.SUMMARY`, made by `alar.evaluate.statistics.summarise`) and
 returns the figure with the table of what it shows.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -13,10 +15,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from alar.evaluate import tables
+from alar.evaluate.intervals import Estimate
 from alar.figures import published
 from alar.figures.style import (
     BLACK,
     BLUE,
+    DASHED,
     GREEN,
     GREY,
     LIGHT,
@@ -25,10 +29,12 @@ from alar.figures.style import (
     PAGE,
     PURPLE,
     SYSTEM_MARKERS,
-    Source,
+    TableOrFile,
+    estimate_bars,
     footnote,
-    interval_bars,
+    horizontal_rows,
     new_figure,
+    number_of_questions,
     panel_letter,
     percent_axis,
     styled,
@@ -47,6 +53,10 @@ _METRIC_TITLES = {
 }
 _SHARES = ("em", "latent_share", "em_difference", "token_reduction")
 
+# A router this close to the oracle counts as close.
+_EM_MARGIN = 0.04
+_TOKEN_MARGIN = 1.25
+
 _OURS = "this study"
 _SETTING_COLOURS = {
     "Search-R1 7B": BLUE,
@@ -59,58 +69,56 @@ _METHOD_MARKERS = SYSTEM_MARKERS | {"ThinkPrune": "D", "ShorterBetter": "X", "O1
 
 @styled
 def accuracy_against_tokens(
-    summary: Source, *, scale: str = MEASURED
+    summary: TableOrFile, *, scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
-    """Accuracy change against token reduction, each from its own base: published points hollow,
-    ours filled.
+    """Accuracy change against token reduction, each from its own base.
 
-    The vertical axis is broken where a wide gap would squeeze the points above it.
+    Published points are hollow, ours filled. The vertical axis is broken where a wide gap would
+    squeeze the points above it.
     """
     measured = _rows(summary, "all")
     points = pd.concat([_published_points(), _measured_points(measured)], ignore_index=True)
     bands = _bands(points["accuracy_difference_low"], points["accuracy_difference_high"])
     spans = [high - low for low, high in bands]
+    # In proportion to their ranges, but a lower part is neither a sliver nor the larger one.
     heights = [spans[0]] + [min(max(span, 0.3 * spans[0]), 0.6 * spans[0]) for span in spans[1:]]
     figure = new_figure(PAGE, 3.5)
     grid = figure.subplots(len(bands), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (low, high) in zip(grid, bands, strict=True):
-        axes.axhline(0, color=GREY, linewidth=0.7, linestyle=(0, (4, 2)))
-        axes.axvline(0, color=GREY, linewidth=0.7, linestyle=(0, (4, 2)))
-        for point in points[points["accuracy_difference"].between(low, high)].itertuples():
+        axes.axhline(0, color=GREY, linewidth=0.7, linestyle=DASHED)
+        axes.axvline(0, color=GREY, linewidth=0.7, linestyle=DASHED)
+        inside = points[points["accuracy_difference"].between(low, high)]
+        for point in inside.to_dict("records"):
             _draw_point(axes, point)
         axes.set_ylim(low, high)
         percent_axis(axes.yaxis, ticks=6 if axes is grid[0] else 3)
+    # Every base is at (0, 0), by definition.
     grid[0].plot(0, 0, "*", color=BLACK, markersize=8, zorder=2)
     percent_axis(grid[-1].xaxis, ticks=10)
     _mark_breaks(grid)
     grid[-1].set_xlabel("Fewer generated tokens than the base (%)")
     figure.supylabel("Accuracy − base (points)", fontsize=7)
     figure.legend(handles=_point_legend(points), loc="outside right upper", labelspacing=0.45)
-    n = int(measured["n"].iloc[0])
-    footnote(figure, f"hollow: published · filled: {scale}, n = {n} questions, {_BARS}")
+    counted = number_of_questions(measured)
+    footnote(figure, f"hollow: published · filled: {scale}, {counted}, {_BARS}")
     return figure, points
 
 
 @styled
-def stages(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+def stages(summary: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
     """Accuracy, tokens and latent share of every system, over all questions."""
     rows = _rows(summary, "all")
-    figure = new_figure(PAGE, 0.9 + 0.21 * len(rows))
-    grid = figure.subplots(1, 3, sharey=True)
-    _dot_panels(grid, rows, ("em", "tokens", "latent_share"))
-    footnote(figure, f"{scale} · n = {int(rows['n'].iloc[0])} questions · {_BARS}")
+    figure, _ = _dot_panels(rows, ("em", "tokens", "latent_share"))
+    footnote(figure, scale, number_of_questions(rows), _BARS)
     return figure, rows
 
 
 @styled
-def question_types(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+def question_types(summary: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
     """Accuracy and tokens of every system, one column per question type."""
     summary = tables.read(summary, tables.SUMMARY)
-    types = [
-        name
-        for name in tables.in_order(summary["question_type"], tables.QUESTION_TYPES)
-        if name != "all"
-    ]
+    types = tables.in_order(set(summary["question_type"]) - {"all"}, tables.QUESTION_TYPES)
+    many = len(types) > 4
     shown = summary[summary["question_type"].isin(types)]
     systems = tables.in_order(shown["system"], tables.SYSTEMS)
     figure = new_figure(PAGE, 1.2 + 0.34 * len(systems))
@@ -119,75 +127,49 @@ def question_types(summary: Source, *, scale: str = MEASURED) -> tuple[Figure, p
         for axes, question_type in zip(line, types, strict=True):
             rows = shown[shown["question_type"] == question_type]
             _dots(axes, rows, metric, systems)
-            title = (
-                f"{type_name(question_type)}{chr(10) if len(types) > 4 else ' '}(n ="
-                f" {int(rows['n'].iloc[0])})"
-            )
-            axes.set_title(
-                title if metric == "em" else "", fontsize=7.5 if len(types) <= 4 else 6.5
-            )
+            if metric == "em":
+                count = f"(n = {int(rows['n'].iloc[0])})"
+                title = f"{type_name(question_type)}{chr(10) if many else ' '}{count}"
+                axes.set_title(title, fontsize=6.5 if many else 7.5)
             axes.set_xlim(*_limits(shown, metric))
     for line, label in zip(grid, (_METRIC_TITLES["em"], "Generated tokens"), strict=True):
         for axes in line:
             axes.set_xlabel(label, fontsize=6.5)
-    footnote(figure, f"{scale} · {_BARS}")
+    footnote(figure, scale, _BARS)
     return figure, shown.reset_index(drop=True)
 
 
 @styled
-def controls(
-    summary: Source, *, reference: str = "intact", scale: str = MEASURED
-) -> tuple[Figure, pd.DataFrame]:
-    """Accuracy under each tampering with z at inference, and its difference from the untouched
-    latents."""
+def controls_figure(summary: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+    """Accuracy under each tampering with z at inference, and its difference from intact latents."""
     rows = _rows(summary, "all", tables.CONTROLS)
-    _demand_system(rows, reference)
-    figure = new_figure(PAGE, 0.9 + 0.21 * len(rows))
-    grid = figure.subplots(1, 2, sharey=True)
-    _dot_panels(grid, rows, ("em", "em_difference"), reference)
-    grid[1].axvline(0, color=GREY, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
-    footnote(figure, f"{scale} · stage-1 model, n = {int(rows['n'].iloc[0])} questions · {_BARS}")
+    _demand_system(rows, "intact")
+    figure, grid = _dot_panels(rows, ("em", "em_difference"), "intact")
+    grid[1].axvline(0, color=GREY, linewidth=0.8, linestyle=DASHED, zorder=0)
+    footnote(figure, scale, f"stage-1 model, {number_of_questions(rows)}", _BARS)
     return figure, rows
 
 
 @styled
-def oracle(
-    summary: Source,
-    *,
-    reference: str = "oracle",
-    em_margin: float = 0.04,
-    token_margin: float = 1.25,
-    scale: str = MEASURED,
-) -> tuple[Figure, pd.DataFrame]:
-    """Accuracy and tokens beside the oracle router's, with the band in which a router counts as
-    close to it.
+def oracle_figure(summary: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+    """Accuracy and tokens beside the oracle router's, and the band that counts as close to it.
 
-    The band reaches `em_margin` below the oracle's accuracy and to `token_margin` times its tokens.
+    The band reaches 4 points below the oracle's accuracy and to 1.25 times its tokens.
     """
     rows = _rows(summary, "all")
-    yardstick = _demand_system(rows, reference)
-    figure = new_figure(PAGE, 0.9 + 0.21 * max(3, len(rows)))
-    grid = figure.subplots(1, 2, sharey=True)
-    _dot_panels(grid, rows, ("em", "tokens"))
-    grid[0].axvspan(
-        yardstick["em"] - em_margin, yardstick["em"], color=LIGHT, alpha=0.7, linewidth=0, zorder=0
-    )
-    grid[1].axvspan(
-        yardstick["tokens"],
-        token_margin * yardstick["tokens"],
-        color=LIGHT,
-        alpha=0.7,
-        linewidth=0,
-        zorder=0,
-    )
-    margins = f"{100 * em_margin:.0f} points and {token_margin:.2f} × the tokens"
-    band = f"grey: within {margins} of the {system_name(reference)}"
-    footnote(figure, f"{scale} · n = {int(rows['n'].iloc[0])} questions · {_BARS} · {band}")
+    yardstick = _demand_system(rows, "oracle")
+    figure, grid = _dot_panels(rows, ("em", "tokens"), least_rows=3)
+    tint = {"color": LIGHT, "alpha": 0.7, "linewidth": 0, "zorder": 0}
+    grid[0].axvspan(yardstick["em"] - _EM_MARGIN, yardstick["em"], **tint)
+    grid[1].axvspan(yardstick["tokens"], _TOKEN_MARGIN * yardstick["tokens"], **tint)
+    margins = f"{100 * _EM_MARGIN:.0f} points and {_TOKEN_MARGIN:.2f} × the tokens"
+    band = f"grey: within {margins} of the {system_name('oracle')}"
+    footnote(figure, scale, number_of_questions(rows), _BARS, band)
     return figure, rows
 
 
 def _rows(
-    summary: Source, question_type: str, order: tuple[str, ...] = tables.SYSTEMS
+    summary: TableOrFile, question_type: str, order: tuple[str, ...] = tables.SYSTEMS
 ) -> pd.DataFrame:
     summary = tables.read(summary, tables.SUMMARY)
     rows = summary[summary["question_type"] == question_type]
@@ -196,8 +178,8 @@ def _rows(
             f"table 'summary': column 'question_type' has no '{question_type}';"
             f" {tables.SUMMARY.origin}"
         )
-    rank = {name: place for place, name in enumerate(tables.in_order(rows["system"], order))}
-    return rows.sort_values("system", key=lambda names: names.map(rank), ignore_index=True)
+    present = tables.in_order(rows["system"], order)
+    return rows.sort_values("system", key=lambda names: names.map(present.index), ignore_index=True)
 
 
 def _demand_system(rows: pd.DataFrame, system: str) -> pd.Series:
@@ -211,34 +193,28 @@ def _demand_system(rows: pd.DataFrame, system: str) -> pd.Series:
 
 
 def _dot_panels(
-    grid, rows: pd.DataFrame, metrics: tuple[str, ...], reference: str = "base"
-) -> None:
-    systems = list(rows["system"])
+    rows: pd.DataFrame, metrics: Sequence[str], reference: str = "base", least_rows: int = 1
+):
+    """A figure with one panel per metric and one line per system; returns it and its axes."""
+    figure = new_figure(PAGE, 0.9 + 0.21 * max(least_rows, len(rows)))
+    grid = figure.subplots(1, len(metrics), sharey=True)
     for index, (axes, metric) in enumerate(zip(grid, metrics, strict=True)):
-        _dots(axes, rows, metric, systems)
-        axes.set_title(
-            f"{panel_letter(index)}  "
-            f" {_METRIC_TITLES[metric].format(reference=system_name(reference))}"
-        )
+        _dots(axes, rows, metric, list(rows["system"]))
+        title = _METRIC_TITLES[metric].format(reference=system_name(reference))
+        axes.set_title(f"{panel_letter(index)}   {title}")
         axes.set_xlim(*_limits(rows, metric))
+    return figure, grid
 
 
 def _dots(axes, rows: pd.DataFrame, metric: str, systems: list[str]) -> None:
-    for row in rows.itertuples():
-        place, value = systems.index(row.system), getattr(row, metric)
-        interval_bars(
-            axes,
-            [value],
-            [place],
-            [getattr(row, f"{metric}_low")],
-            [getattr(row, f"{metric}_high")],
-            along="x",
-            color=system_colour(row.system),
-            marker=SYSTEM_MARKERS.get(row.system, "o"),
-            markersize=5.5 if row.system == "base" else 3.8,
-        )
-    axes.set_yticks(range(len(systems)), [system_name(system) for system in systems])
-    axes.set_ylim(len(systems) - 0.5, -0.5)
+    for system, part in rows.groupby("system", sort=False):
+        look = {
+            "color": system_colour(system),
+            "marker": SYSTEM_MARKERS.get(system, "o"),
+            "markersize": 5.5 if system == "base" else 3.8,
+        }
+        estimate_bars(axes, part, metric, [systems.index(system)], along="x", **look)
+    horizontal_rows(axes, [system_name(system) for system in systems])
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
     if metric in _SHARES:
@@ -246,35 +222,30 @@ def _dots(axes, rows: pd.DataFrame, metric: str, systems: list[str]) -> None:
 
 
 def _limits(rows: pd.DataFrame, metric: str) -> tuple[float, float]:
-    ends = rows[[metric, f"{metric}_low", f"{metric}_high"]].to_numpy()
+    ends = rows[list(Estimate.names(metric))].to_numpy()
     low, high = np.nanmin(ends), np.nanmax(ends)
-    if metric == "tokens":
+    if metric == "tokens":  # a quantity with a true zero, so lengths can be compared
         return 0, 1.08 * high
     if metric == "latent_share":
         return -0.04, 1.04
     pad = max(0.01, 0.06 * (high - low))
     if metric == "em":
-        return (-0.03 if low < 0.3 else low - pad), min(1.03, high + pad)
-    return min(low, 0) - pad, max(high, 0) + pad
+        left = -0.03 if low < 0.3 else low - pad
+        return left, min(1.03, high + pad)
+    return min(low, 0) - pad, max(high, 0) + pad  # differences show where none is
 
 
 def _published_points() -> pd.DataFrame:
     points = published.results()
     points = points[points["system"] != "base"].assign(source="published")
     for name in ("accuracy_difference", "token_reduction"):
-        points[f"{name}_low"] = points[f"{name}_high"] = points[name]
+        # Published without intervals: both ends are the value.
+        points = points.assign(**Estimate(*[points[name]] * 3).columns(name))
     return points[_POINT_COLUMNS]
 
 
 def _measured_points(rows: pd.DataFrame) -> pd.DataFrame:
-    points = rows[rows["system"] != "base"].rename(
-        columns={
-            "em": "accuracy",
-            "em_difference": "accuracy_difference",
-            "em_difference_low": "accuracy_difference_low",
-            "em_difference_high": "accuracy_difference_high",
-        }
-    )
+    points = rows[rows["system"] != "base"].rename(columns=lambda name: _RENAMED.get(name, name))
     if points["accuracy_difference"].isna().any():
         raise tables.TableError(
             "table 'summary': column 'em_difference' is empty, because system 'base' was not"
@@ -283,36 +254,28 @@ def _measured_points(rows: pd.DataFrame) -> pd.DataFrame:
     return points.assign(source="measured", setting=_OURS)[_POINT_COLUMNS]
 
 
+_RENAMED = {"em": "accuracy"} | dict(
+    zip(Estimate.names("em_difference"), Estimate.names("accuracy_difference"))
+)
 _POINT_COLUMNS = [
-    "source",
-    "setting",
-    "system",
-    "accuracy",
-    "tokens",
-    "accuracy_difference",
-    "accuracy_difference_low",
-    "accuracy_difference_high",
-    "token_reduction",
-    "token_reduction_low",
-    "token_reduction_high",
+    *("source", "setting", "system", "accuracy", "tokens"),
+    *Estimate.names("accuracy_difference"),
+    *Estimate.names("token_reduction"),
 ]
 
 
-def _draw_point(axes, point) -> None:
-    colour, ours = _SETTING_COLOURS[point.setting], point.source == "measured"
-    x, y = [point.token_reduction], [point.accuracy_difference]
+def _draw_point(axes, point: dict) -> None:
+    row = pd.DataFrame([point])
+    colour, ours = _SETTING_COLOURS[point["setting"]], point["source"] == "measured"
+    x, y = row["token_reduction"], row["accuracy_difference"]
     if ours:
         bars = {"color": colour, "elinewidth": 0.9, "zorder": 3}
-        interval_bars(
-            axes, x, y, [point.accuracy_difference_low], [point.accuracy_difference_high], **bars
-        )
-        interval_bars(
-            axes, x, y, [point.token_reduction_low], [point.token_reduction_high], along="x", **bars
-        )
+        estimate_bars(axes, row, "accuracy_difference", x, **bars)
+        estimate_bars(axes, row, "token_reduction", y, along="x", **bars)
     axes.plot(
         x,
         y,
-        _METHOD_MARKERS.get(point.system, "o"),
+        _METHOD_MARKERS.get(point["system"], "o"),
         markersize=6,
         markeredgecolor=colour,
         markerfacecolor=colour if ours else "none",
@@ -322,20 +285,20 @@ def _draw_point(axes, point) -> None:
 
 
 def _bands(low: pd.Series, high: pd.Series) -> list[tuple[float, float]]:
-    """Ranges of the vertical axis, top first: one, or two around the widest gap if that gap is
-    wide."""
+    """Ranges of the vertical axis, top first: one, or two around the widest gap if it is wide."""
     spans = sorted(zip(low, high, strict=True), key=lambda span: span[1], reverse=True)
-    gaps = []
-    floor = 0.0
+    gaps = []  # (width, upper end, lower end) of what lies between neighbours
+    floor = 0.0  # the line of the base belongs to the upper part
     for bottom, top in spans:
         gaps.append((floor - top, floor, top))
         floor = min(floor, bottom)
     gap, above, below = max(gaps)
     ceiling, bottom = max(0.0, *high), min(0.0, *low)
-    if gap < 0.05:
+    if gap < 0.05:  # not worth a break
         pad = 0.06 * (ceiling - bottom) + 0.004
         return [(bottom - pad, ceiling + pad)]
     pad, lower_pad = 0.1 * (ceiling - above) + 0.004, 0.1 * (below - bottom) + 0.014
+    # Where the two ranges would overlap they meet halfway.
     edge = min(below + lower_pad, (above + below) / 2)
     return [(max(above - pad, edge), ceiling + pad), (bottom - lower_pad, edge)]
 
@@ -344,6 +307,7 @@ def _mark_breaks(grid) -> None:
     for upper, lower in zip(grid[:-1], grid[1:], strict=True):
         upper.spines["bottom"].set_visible(False)
         upper.tick_params(axis="x", length=0)
+        # The short oblique strokes at both ends of a broken axis, in axes coordinates.
         slashes = {
             "marker": [(-1, -0.6), (1, 0.6)],
             "markersize": 6,
@@ -358,13 +322,8 @@ def _mark_breaks(grid) -> None:
 
 def _point_legend(points: pd.DataFrame) -> list[Line2D]:
     def entry(label: str, **style) -> Line2D:
-        return Line2D(
-            [],
-            [],
-            linestyle="none",
-            label=label,
-            **{"markersize": 5.5, "markeredgewidth": 1.1} | style,
-        )
+        style = {"markersize": 5.5, "markeredgewidth": 1.1} | style
+        return Line2D([], [], linestyle="none", label=label, **style)
 
     handles = [entry("base of each setting", marker="*", color=BLACK)]
     for setting, colour in _SETTING_COLOURS.items():
@@ -372,11 +331,8 @@ def _point_legend(points: pd.DataFrame) -> list[Line2D]:
         label = f"{setting}, {'measured' if setting == _OURS else 'published'}"
         handles.append(entry(label, marker="o", markeredgecolor=colour, markerfacecolor=fill))
     handles.append(entry("", marker="none"))
-    for system in tables.in_order(
-        points["system"], ("alar", "stage1", "warmup", "alar-think", "alar-latent")
-    ):
-        marker = _METHOD_MARKERS.get(system, "o")
-        handles.append(
-            entry(system_name(system), marker=marker, markeredgecolor=GREY, markerfacecolor="none")
-        )
+    known = ("alar", "stage1", "warmup", "alar-think", "alar-latent")
+    for system in tables.in_order(points["system"], known):
+        look = {"marker": _METHOD_MARKERS.get(system, "o"), "markerfacecolor": "none"}
+        handles.append(entry(system_name(system), markeredgecolor=GREY, **look))
     return handles

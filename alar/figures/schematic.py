@@ -1,5 +1,4 @@
-"""The method in one drawing: a turn with its two modes, the latent recurrence, and the training
-stages.
+"""The method in one drawing: a turn with its two modes, the recurrence, the training stages.
 
 After the ALAR paper (arXiv 2606.02871): one turn is one reasoning block and one action; a latent
 block feeds K projected hidden states back as input embeddings; training goes from explicit teacher
@@ -35,15 +34,15 @@ def method(*, num_latent: int = 4) -> tuple[Figure, pd.DataFrame]:
     figure = new_figure(PAGE, 3.9)
     turn, recurrence, training = figure.subplots(3, 1, height_ratios=[1.35, 0.85, 0.95])
     parts: list[tuple[str, str, str]] = []
-    for axes, title, draw in (
-        (turn, "a   One turn: the policy chooses how to reason, then acts", _turn),
-        (
-            recurrence,
+    panels = {
+        turn: ("a   One turn: the policy chooses how to reason, then acts", _turn),
+        recurrence: (
             "b   Inside a latent block: hidden states become the next inputs",
             _recurrence,
         ),
-        (training, "c   Training", _training),
-    ):
+        training: ("c   Training", _training),
+    }
+    for axes, (title, draw) in panels.items():
         axes.set(xlim=(-0.3, 100.3), ylim=(0, 20), title=title)
         axes.axis("off")
         draw(_Board(axes, title[0], parts), num_latent)
@@ -117,37 +116,14 @@ def _turn(board: _Board, num_latent: int) -> None:
     bullets = "•" * num_latent
     board.box(8, 11.5, 15, 8, "question and\npast turns", "what the policy reads", fill=PALE[GREY])
     board.box(27, 11.5, 12, 8, "policy", "the language model with the projector f", colour=BLACK)
-    board.box(
-        54,
-        17,
-        30,
-        6,
-        f"<latent>{bullets}</latent>",
-        "latent mode: K continuous thoughts, no text",
-        colour=BLUE,
-        fill=PALE[BLUE],
-        mono=True,
-    )
-    board.box(
-        54,
-        6,
-        30,
-        6,
-        "<think>text</think>",
-        "explicit mode: a chain of thought",
-        colour=VERMILLION,
-        fill=PALE[VERMILLION],
-        mono=True,
-    )
-    board.box(
-        82,
-        11.5,
-        15,
-        8,
-        "action\nsearch or answer",
-        "the same in both modes; it anchors AASD",
-        colour=BLACK,
-    )
+    latent = {"colour": BLUE, "fill": PALE[BLUE], "mono": True}
+    meaning = "latent mode: K continuous thoughts, no text"
+    board.box(54, 17, 30, 6, f"<latent>{bullets}</latent>", meaning, **latent)
+    explicit = {"colour": VERMILLION, "fill": PALE[VERMILLION], "mono": True}
+    meaning = "explicit mode: a chain of thought"
+    board.box(54, 6, 30, 6, "<think>text</think>", meaning, **explicit)
+    meaning = "the same in both modes; it anchors AASD"
+    board.box(82, 11.5, 15, 8, "action\nsearch or answer", meaning, colour=BLACK)
     board.arrow((15.5, 11.5), (21, 11.5))
     board.arrow((33, 13), (39, 17), colour=BLUE)
     board.arrow((33, 10), (39, 6), colour=VERMILLION)
@@ -163,31 +139,21 @@ def _turn(board: _Board, num_latent: int) -> None:
 
 
 def _recurrence(board: _Board, num_latent: int) -> None:
-    """A row of boxes, left to right; between them f leads from h to z, the model from z to the next
-    h."""
-    pairs = (
-        [("0", "1"), ("1", "2"), None, ("K-1", "K")]
-        if num_latent > 3
-        else [(str(k), str(k + 1)) for k in range(num_latent)]
-    )
+    """A row of boxes, left to right; f leads from h to z, the model from z to the next h."""
+    pairs = [(str(k), str(k + 1)) for k in range(num_latent)]
+    if num_latent > 3:
+        pairs = [("0", "1"), ("1", "2"), None, ("K-1", "K")]
+    # text, width, colour, meaning, what leads to the next box
     row = [("<latent>", 11.5, BLUE, "opened by the policy", "model")]
     for pair in pairs:
         if pair is None:
             row.append(("· · ·", 5, None, "", "model"))
             continue
         before, after = pair
-        row.append(
-            (
-                f"$h_{{{before}}}$",
-                7,
-                SKY,
-                f"last hidden state {before}, after the final norm",
-                "$f$",
-            )
-        )
-        row.append(
-            (f"$z_{{{after}}}$", 6, BLUE, f"input embedding of latent position {after}", "model")
-        )
+        hidden = f"last hidden state {before}, after the final norm"
+        row.append((f"$h_{{{before}}}$", 7, SKY, hidden, "$f$"))
+        fed = f"input embedding of latent position {after}"
+        row.append((f"$z_{{{after}}}$", 6, BLUE, fed, "model"))
     row.append(("</latent>", 11.5, GREY, "forced after the last z", ""))
     gap = (100 - sum(width for _, width, *_ in row)) / (len(row) - 1)
     x, y = 0.0, 11.5
@@ -196,22 +162,18 @@ def _recurrence(board: _Board, num_latent: int) -> None:
         if colour is None:
             board.note(x + width / 2, y, text, size=9)
         else:
-            fill = PALE.get(colour, "white")
-            board.box(
-                x + width / 2, y, width, 6, text, meaning, colour=colour, fill=fill, mono=mono
-            )
+            look = {"colour": colour, "fill": PALE.get(colour, "white"), "mono": mono}
+            board.box(x + width / 2, y, width, 6, text, meaning, **look)
         x += width
-        if place < len(row) - 1:
-            board.arrow((x + 0.3, y), (x + gap - 0.3, y))
-            ahead = row[place + 1]
-            board.note(
-                x + gap / 2,
-                y + (1.9 if leads == "$f$" else 1.7),
-                "" if ahead[0] == "</latent>" else leads,
-                colour=BLACK if leads == "$f$" else GREY,
-                size=7 if leads == "$f$" else 5.2,
-            )
-            x += gap
+        if place == len(row) - 1:
+            break
+        board.arrow((x + 0.3, y), (x + gap - 0.3, y))
+        forced = row[place + 1][0] == "</latent>"  # nothing leads there but the rule
+        if leads == "$f$":
+            board.note(x + gap / 2, y + 1.9, leads, colour=BLACK, size=7)
+        elif not forced:
+            board.note(x + gap / 2, y + 1.7, leads, size=5.2)
+        x += gap
     board.note(
         50,
         3.5,
@@ -225,36 +187,22 @@ def _recurrence(board: _Board, num_latent: int) -> None:
 
 def _training(board: _Board, num_latent: int) -> None:
     stages = [
-        ("base", "explicit teacher;\nkeep the correct", GREY, "sampled trajectories that succeed"),
-        (
-            "AASD",
-            "every CoT → latent block;\nloss on tags and actions",
-            SKY,
-            "stage 1: always latent",
-        ),
-        (
-            "mode warm-up",
-            "a fair coin per turn:\nlatent block or text",
-            ORANGE,
-            "both modes become fluent",
-        ),
-        (
-            "AR-GRPO",
-            "reward: success, latent\nshare, diversity, length",
-            GREEN,
-            "learns when to think",
-        ),
-        (
-            "ALAR",
-            "latent where it is enough,\ntext where it is needed",
-            PURPLE,
-            "the adaptive policy",
-        ),
+        ("base", "explicit teacher;\nkeep the correct", GREY),
+        ("AASD", "every CoT → latent block;\nloss on tags and actions", SKY),
+        ("mode warm-up", "a fair coin per turn:\nlatent block or text", ORANGE),
+        ("AR-GRPO", "reward: success, latent\nshare, diversity, length", GREEN),
+        ("ALAR", "latent where it is enough,\ntext where it is needed", PURPLE),
     ]
-    for place, (name, text, colour, meaning) in enumerate(stages):
+    meanings = (
+        "sampled trajectories that succeed",
+        "stage 1: always latent",
+        "both modes become fluent",
+        "learns when to think",
+        "the adaptive policy",
+    )
+    for place, ((name, text, colour), meaning) in enumerate(zip(stages, meanings)):
         x = 9 + 20.5 * place
-        board.box(
-            x, 11, 17.4, 11, text, meaning, title=name, colour=colour, fill=PALE[colour], size=5.9
-        )
+        look = {"title": name, "colour": colour, "fill": PALE[colour], "size": 5.9}
+        board.box(x, 11, 17.4, 11, text, meaning, **look)
         if place:
             board.arrow((x - 11.6, 11), (x - 8.9, 11), colour=BLACK)

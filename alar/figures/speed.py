@@ -1,5 +1,4 @@
-"""Speed: the benchmark notebook's time ratios, each with its range and what is claimed of it, and
-the serving notebook's tokens per second."""
+"""Speed: time ratios of the benchmark notebook, tokens per second of the serving notebook."""
 
 from __future__ import annotations
 
@@ -13,13 +12,15 @@ from alar.figures.style import (
     BLACK,
     BLUE,
     COLUMN,
+    DASHED,
     GREEN,
     GREY,
+    MEASURED,
     PAGE,
     VERMILLION,
-    Source,
+    TableOrFile,
+    estimate_bars,
     footnote,
-    interval_bars,
     new_figure,
     styled,
 )
@@ -34,87 +35,70 @@ _TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 @styled
 def speed(
-    ratios: Source, *, clock: str = "wall", scale: str = "measured"
+    ratios: TableOrFile, *, clock: str = "wall", scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
-    """One row per comparison, time of the first over time of the second. `clock` is "wall" or
-    "cpu".
+    """One row per comparison: time of the first over time of the second.
 
-    A triangle marks a claim, pointing to the side that keeps it.
+    `clock` is "wall" or "cpu". A triangle marks a claim, pointing to the side that keeps it.
     """
     ratios = tables.read(ratios, tables.BENCH_RATIOS)
     rows = ratios[ratios["clock"] == clock].reset_index(drop=True)
     if rows.empty:
         raise tables.TableError(
-            f"table 'speed ratios': column 'clock' has no '{clock}'; {tables.BENCH_RATIOS.origin}"
+            f"table 'ratios': column 'clock' has no '{clock}'; {tables.BENCH_RATIOS.origin}"
         )
     place = np.arange(len(rows))[::-1]
     figure = new_figure(PAGE, 0.9 + 0.2 * len(rows))
     axes = figure.subplots()
     axes.set_xscale("log")
-    axes.axvline(1, color=GREY, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
-    interval_bars(
-        axes,
-        rows["ratio"],
-        place,
-        rows["ratio_low"],
-        rows["ratio_high"],
-        along="x",
-        fmt="o",
-        color=BLUE,
-    )
+    axes.axvline(1, color=GREY, linewidth=0.8, linestyle=DASHED, zorder=0)
+    estimate_bars(axes, rows, "ratio", place, along="x", fmt="o", color=BLUE)
+    hollow = {"color": VERMILLION, "markerfacecolor": "none", "markersize": 5, "zorder": 4}
     for column, marker in (("at_most", "<"), ("at_least", ">")):
-        axes.plot(
-            rows[column],
-            place,
-            marker,
-            color=VERMILLION,
-            markerfacecolor="none",
-            markersize=5,
-            zorder=4,
-        )
+        axes.plot(rows[column], place, marker, **hollow)
     names = [f"{r.part} · {r.case}: {r.numerator} / {r.denominator}" for r in rows.itertuples()]
     axes.set_yticks(place, names)
     axes.set_ylim(-0.6, len(rows) - 0.4)
     drawn = rows[["ratio_low", "ratio_high", "at_most", "at_least"]].to_numpy(dtype=float)
+    # 1, as fast as the other, is always in view.
     low, high = min(np.nanmin(drawn), 1) / 1.15, max(np.nanmax(drawn), 1) * 1.15
     axes.set_xlim(low, high)
-    axes.xaxis.set_major_locator(FixedLocator([tick for tick in _TICKS if low <= tick <= high]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    _only_ticks(axes.xaxis, FixedLocator([tick for tick in _TICKS if low <= tick <= high]))
     axes.set_xlabel(f"Ratio of {'wall' if clock == 'wall' else 'CPU'} times per token")
     axes.tick_params(axis="y", colors=BLACK, length=0)
     footnote(
         figure,
-        f"{scale} · median and range of the rounds · triangle: the claim, pointing to the side that"
-        " keeps it",
+        scale,
+        "median and range of the rounds",
+        "triangle: the claim, pointing to the side that keeps it",
     )
     return figure, rows
 
 
 @styled
-def throughput(table: Source, *, scale: str = "measured") -> tuple[Figure, pd.DataFrame]:
-    """Generated tokens per second against how many turns are written at once, one line per route."""
-    table = tables.read(table, tables.THROUGHPUT).sort_values(
-        ["route", "concurrent"], ignore_index=True
-    )
+def throughput(table: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
+    """Generated tokens per second against how many turns are written at once, a line per route."""
+    table = tables.read(table, tables.THROUGHPUT)
+    table = table.sort_values(["route", "concurrent"], ignore_index=True)
     figure = new_figure(COLUMN, 2.3)
     axes = figure.subplots()
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     for route, rows in table.groupby("route", sort=False):
         label, colour, marker = ROUTES.get(route, (route, BLACK, "D"))
-        axes.plot(
-            rows["concurrent"], rows["tokens_per_second"], marker=marker, color=colour, label=label
-        )
-    shown = sorted(set(table["concurrent"]))
-    axes.xaxis.set_major_locator(FixedLocator(shown))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        look = {"marker": marker, "color": colour, "label": label}
+        axes.plot(rows["concurrent"], rows["tokens_per_second"], **look)
+    _only_ticks(axes.xaxis, FixedLocator(sorted(set(table["concurrent"]))))
+    _only_ticks(axes.yaxis, LogLocator(subs=(1, 2, 5)), "{:,.0f}")
     axes.set_xlabel("Turns written at once")
     axes.set_ylabel("Generated tokens per second")
     axes.legend(loc="best")
-    footnote(figure, f"{scale} · one measurement a point")
+    footnote(figure, scale, "one measurement a point")
     return figure, table
+
+
+def _only_ticks(axis, locator, form: str = "{:g}") -> None:
+    """These ticks and no smaller ones, as plain numbers instead of powers."""
+    axis.set_major_locator(locator)
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: form.format(value)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +21,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from PIL import Image
 
+from alar.evaluate.intervals import Estimate
+
 COLUMN, PAGE = 3.4, 7.0  # inches
+DASHED = (0, (4, 2))  # the line of what others are compared with
 
 MEASURED = "measured"  # what the small print says unless told otherwise
-Source = pd.DataFrame | str | Path  # a table, or the file that holds it
+TableOrFile = pd.DataFrame | str | Path  # a table, or the file that holds it
 
 BLACK, GREY, LIGHT = "#222222", "#666666", "#DDDDDD"
 BLUE, SKY, GREEN = "#0072B2", "#56B4E9", "#009E73"
@@ -119,8 +122,7 @@ STYLE = {
 
 
 class StyledFigure(Figure):
-    """A figure that keeps the style when it is rendered later, and shows itself in a notebook
-    without pyplot."""
+    """Keeps the style when it is rendered later, and shows itself in a notebook without pyplot."""
 
     def draw(self, renderer):
         with rc_context(STYLE):
@@ -164,15 +166,17 @@ def footnote(figure: Figure, *parts: str) -> None:
     )
 
 
-def save(
+def save_figure(
     figure: Figure,
     table: pd.DataFrame,
     folder: str | Path,
     name: str,
     formats: Iterable[str] = ("png", "svg"),
 ):
-    """Writes `name.csv`, the plotted numbers, and `name.<format>` for each format; returns the
-    paths."""
+    """Write `name.csv`, the plotted numbers, and `name.<format>` for each format.
+
+    Returns the paths.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.csv"]
@@ -195,9 +199,33 @@ def interval_bars(axes, x, y, low, high, *, along: str = "y", **style) -> None:
     """A point with its interval along one axis. Missing interval ends leave the bare point."""
     x, y, low, high = (np.asarray(value, dtype=float) for value in (x, y, low, high))
     centre = y if along == "y" else x
+    # Distances to both ends, (2, points); rounding may leave a tiny negative one.
     reach = np.abs(np.nan_to_num(np.stack([centre - low, high - centre])))
     style = {"linestyle": "none", "elinewidth": 1.0, "capsize": 1.8, "capthick": 0.8} | style
     axes.errorbar(x, y, **{f"{along}err": reach}, **style)
+
+
+def estimate_bars(axes, rows: pd.DataFrame, name: str, at, *, along: str = "y", **style) -> None:
+    """Estimates `name` of a table with intervals along one axis, at places `at` of the other."""
+    value, low, high = Estimate.read(rows, name)
+    x, y = (at, value) if along == "y" else (value, at)
+    interval_bars(axes, x, y, low, high, along=along, **style)
+
+
+def horizontal_rows(axes, names: Sequence[str]) -> None:
+    """One row for each name, from the top down."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+
+
+def number_of_questions(rows: pd.DataFrame) -> str:
+    """For the small print, from the column `n`."""
+    counts = dict.fromkeys(int(n) for n in rows["n"])
+    return f"n = {', '.join(map(str, counts))} questions"
+
+
+def shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def system_name(system: str) -> str:
@@ -223,6 +251,7 @@ def _rendered(figure: Figure, kind: str, **options) -> bytes:
         "png": {"Software": None},
         "pdf": {"CreationDate": None},
     }
+    # The style applies once more, since a figure may be saved long after it was drawn.
     buffer = io.BytesIO()
     with rc_context(STYLE):
         figure.savefig(buffer, format=kind, metadata=metadata.get(kind), **options)
@@ -230,10 +259,8 @@ def _rendered(figure: Figure, kind: str, **options) -> bytes:
 
 
 def _with_palette(png: io.BytesIO) -> bytes:
-    """The picture with 128 colours, a third of the size and no visible change for drawings like
-    these."""
+    """The picture with 128 colours: a third of the size, no visible change to such drawings."""
     small = io.BytesIO()
-    Image.open(png).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(
-        small, "PNG", optimize=True
-    )
+    picture = Image.open(png).convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    picture.save(small, "PNG", optimize=True)
     return small.getvalue()

@@ -1,5 +1,4 @@
-"""Training as it went: AR-GRPO dynamics, live and afterwards, loss curves, and the shape of the
-reward."""
+"""Training as it went: AR-GRPO live and afterwards, loss curves, and the shape of the reward."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from alar.evaluate import tables
-from alar.evaluate.intervals import running_mean, wilson
+from alar.evaluate.intervals import Estimate, running_mean, wilson
 from alar.figures.style import (
     BLACK,
     BLUE,
@@ -25,7 +24,7 @@ from alar.figures.style import (
     PURPLE,
     SKY,
     VERMILLION,
-    Source,
+    TableOrFile,
     footnote,
     new_figure,
     panel_letter,
@@ -34,39 +33,41 @@ from alar.figures.style import (
 )
 
 # Panel title, then its series: column of metrics.jsonl, label, colour.
-_PANELS = [
-    ("Reward", [("reward", "rollouts", BLACK)]),
-    (
-        "Accuracy (%)",
-        [("accuracy", "rollouts", GREEN), ("validation_accuracy", "validation, greedy", BLACK)],
-    ),
-    (
-        "Latent share of turns (%)",
-        [
-            ("latent_share", "all turns", BLACK),
-            ("latent_share_easy", "easy turns", BLUE),
-            ("latent_share_hard", "hard turns", VERMILLION),
-        ],
-    ),
-    (
-        "Generated tokens",
-        [
-            ("generated_tokens", "rollouts", PURPLE),
-            ("validation_tokens", "validation, greedy", BLACK),
-        ],
-    ),
-    (
-        "Entropy of the mode (bits)",
-        [("mode_entropy", "H(M)", BLACK), ("mode_entropy_given_state", "H(M|X)", ORANGE)],
-    ),
-    ("State–mode information (bits)", [("mutual_information", "I(X;M)", BLUE)]),
-]
-_PERCENT = {"Accuracy (%)", "Latent share of turns (%)"}
+_PANELS = {
+    "Reward": [("reward", "rollouts", BLACK)],
+    "Accuracy (%)": [
+        ("accuracy", "rollouts", GREEN),
+        ("validation_accuracy", "validation, greedy", BLACK),
+    ],
+    "Latent share of turns (%)": [
+        ("latent_share", "all turns", BLACK),
+        ("latent_share_easy", "easy turns", BLUE),
+        ("latent_share_hard", "hard turns", VERMILLION),
+    ],
+    "Generated tokens": [
+        ("generated_tokens", "rollouts", PURPLE),
+        ("validation_tokens", "validation, greedy", BLACK),
+    ],
+    "Entropy of the mode (bits)": [
+        ("mode_entropy", "H(M)", BLACK),
+        ("mode_entropy_given_state", "H(M|X)", ORANGE),
+    ],
+    "State–mode information (bits)": [("mutual_information", "I(X;M)", BLUE)],
+}
+
+
+# Of the kinds of outcome in `reward_shapes`.
+_CASE_COLOURS = (GREEN, VERMILLION, BLACK, BLUE, ORANGE, PURPLE, SKY, GREY)
+_CASE_DASHES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), "-")
 
 
 @styled
 def dynamics(
-    metrics: Source, *, validation_questions: int = 0, total_steps: int = 0, scale: str = MEASURED
+    metrics: TableOrFile,
+    *,
+    validation_questions: int = 0,
+    total_steps: int = 0,
+    scale: str = MEASURED,
 ) -> tuple[Figure, pd.DataFrame]:
     """Reward, accuracy, latent share, tokens and mode entropies over the steps of AR-GRPO.
 
@@ -79,63 +80,55 @@ def dynamics(
     figure = new_figure(PAGE, 3.6)
     grid = figure.subplots(2, 3, sharex=True).ravel()
     drawn = [pd.DataFrame({"step": steps})]
-    for index, (axes, (title, series)) in enumerate(zip(grid, _PANELS, strict=True)):
-        for column, label, colour in series:
+    for index, (axes, title) in enumerate(zip(grid, _PANELS, strict=True)):
+        for column, label, colour in _PANELS[title]:
             if column not in metrics or metrics[column].isna().all():
-                continue
+                continue  # never measured, such as validation that is switched off
             if column.startswith("validation_"):
-                drawn.append(
-                    _draw_validation(axes, metrics, column, label, colour, validation_questions)
+                points = _draw_validation(
+                    axes, metrics, column, label, colour, validation_questions
                 )
+                drawn.append(points)
             else:
                 drawn.append(_draw_smoothed(axes, metrics, column, label, colour, window))
         axes.set_title(f"{panel_letter(index)}   {title}")
-        if title in _PERCENT:
+        if title.endswith("(%)"):
             percent_axis(axes.yaxis)
         if len(axes.get_legend_handles_labels()[1]) > 1:
-            axes.legend(
-                loc="best",
-                handlelength=1.2,
-                labelspacing=0.25,
-                frameon=True,
-                framealpha=0.8,
-                edgecolor="none",
-            )
-    low, high = grid[1].get_ylim()
-    grid[1].set_ylim(max(low, -0.03), min(high, 1.03))
+            box = {"frameon": True, "framealpha": 0.8, "edgecolor": "none"}
+            axes.legend(loc="best", handlelength=1.2, labelspacing=0.25, **box)
+    _within_shares(grid[1])
+    # The latent share and the entropies in bits have 0 and 1 as their natural ends.
     for axes in (grid[2], *grid[-2:]):
         axes.set_ylim(-0.03, 1.03)
     for axes in grid[3:]:
         axes.set_xlabel("AR-GRPO step")
     grid[0].set_xlim(0, max(steps.max(), total_steps, 1))
     grid[0].xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    bars = (
-        f", points: validation, n = {validation_questions}, with 95 % intervals"
-        if validation_questions
-        else ""
-    )
-    footnote(
-        figure, f"{scale} · thick: running mean of {window} steps, band: its 95 % interval{bars}"
-    )
+    lines = f"thick: running mean of {window} steps, band: its 95 % interval"
+    if validation_questions:
+        lines += f", points: validation, n = {validation_questions}, with 95 % intervals"
+    footnote(figure, scale, lines)
     return figure, pd.concat(drawn, axis=1)
 
 
 @styled
-def losses(curves: Mapping[str, Source], *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
-    """Cross-entropy over the optimiser steps of supervised stages, e.g. {"AASD": path, "mode
-    warm-up": path}."""
+def losses(
+    curves: Mapping[str, TableOrFile], *, scale: str = MEASURED
+) -> tuple[Figure, pd.DataFrame]:
+    """Cross-entropy over the optimiser steps of supervised stages.
+
+    `curves` is name → table, such as {"AASD": path, "mode warm-up": path}.
+    """
     figure = new_figure(COLUMN, 2.3)
     axes = figure.subplots()
     drawn = []
-    for (name, source), colour in zip(
-        curves.items(), (BLUE, ORANGE, GREEN, PURPLE, SKY), strict=False
-    ):
+    for (name, source), colour in zip(curves.items(), (BLUE, ORANGE, GREEN, PURPLE, SKY)):
         rows = tables.read(source, tables.LOSS).dropna(subset=["loss"])
         window = max(3, len(rows) // 20)
         smooth = _draw_smoothed(axes, rows, "loss", name, colour, window)
-        drawn.append(
-            pd.concat([pd.DataFrame({"stage": name, "step": rows["step"]}), smooth], axis=1)
-        )
+        about = pd.DataFrame({"stage": name, "step": rows["step"]})
+        drawn.append(pd.concat([about, smooth], axis=1))
     axes.set_xlabel("Optimiser step")
     axes.set_ylabel("Cross-entropy (nats per token)")
     axes.set_ylim(bottom=0)
@@ -147,99 +140,75 @@ def losses(curves: Mapping[str, Source], *, scale: str = MEASURED) -> tuple[Figu
 
 @styled
 def lengths(
-    curves: Mapping[str, Source], *, validation_questions: int = 0, scale: str = MEASURED
+    curves: Mapping[str, TableOrFile], *, validation_questions: int = 0, scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
-    """Generated tokens and accuracy over the steps of RL under several length rewards, e.g.
-    {"ShorterBetter": path}.
+    """Generated tokens and accuracy over the steps of RL under several length rewards.
 
-    Lines are running means over the rollouts, points greedy validation, accuracy with Wilson
-    intervals when `validation_questions`, their number, is given.
+    `curves` is name → table, such as {"ShorterBetter": path}. Lines are running means over the
+    rollouts, points greedy validation; accuracy has Wilson intervals when `validation_questions`,
+    their number, is given.
     """
     figure = new_figure(PAGE, 2.5)
     grid = figure.subplots(1, 2, sharex=True)
     drawn = []
-    for (name, source), colour in zip(
-        curves.items(), (BLUE, VERMILLION, PURPLE, ORANGE, SKY), strict=False
-    ):
+    panels = {"generated_tokens": "Generated tokens", "accuracy": "Accuracy (%)"}
+    validation = {"generated_tokens": "validation_tokens", "accuracy": "validation_accuracy"}
+    for (name, source), colour in zip(curves.items(), (BLUE, VERMILLION, PURPLE, ORANGE, SKY)):
         rows = tables.read(source, tables.LENGTHS)
         window = max(3, len(rows) // 10)
         parts = [pd.DataFrame({"method": name, "step": rows["step"]})]
-        for axes, column in zip(grid, ("generated_tokens", "accuracy"), strict=True):
+        for axes, column in zip(grid, panels, strict=True):
             parts.append(_draw_smoothed(axes, rows, column, name, colour, window))
-            checked = {"generated_tokens": "validation_tokens", "accuracy": "validation_accuracy"}[
-                column
-            ]
-            if checked in rows:
-                parts.append(
-                    _draw_validation(axes, rows, checked, "_", colour, validation_questions)
-                )
+            if validation[column] in rows:
+                wanted = (validation[column], "_", colour, validation_questions)
+                parts.append(_draw_validation(axes, rows, *wanted))
         drawn.append(pd.concat(parts, axis=1))
-    for index, (axes, title) in enumerate(
-        zip(grid, ("Generated tokens", "Accuracy (%)"), strict=True)
-    ):
+    for index, (axes, title) in enumerate(zip(grid, panels.values(), strict=True)):
         axes.set_title(f"{panel_letter(index)}   {title}")
         axes.set_xlabel("Step")
-    low, high = grid[1].get_ylim()
-    grid[1].set_ylim(max(low, -0.03), min(high, 1.03))
+    _within_shares(grid[1])
     percent_axis(grid[1].yaxis)
     grid[0].xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper", labelspacing=0.6)
-    bars = f", n = {validation_questions}, with 95 % intervals" if validation_questions else ""
-    footnote(
-        figure,
-        f"{scale} · thick: running mean of the rollouts and its 95 % interval, points: greedy"
-        f" validation{bars}",
-    )
+    lines = "thick: running mean of the rollouts and its 95 % interval, points: greedy validation"
+    if validation_questions:
+        lines += f", n = {validation_questions}, with 95 % intervals"
+    footnote(figure, scale, lines)
     return figure, pd.concat(drawn, ignore_index=True)
 
 
 @styled
 def reward_shapes(
-    rewards: Source, *, scale: str = "computed from the formulas"
+    rewards: TableOrFile, *, scale: str = "computed from the formulas"
 ) -> tuple[Figure, pd.DataFrame]:
-    """Reward against the latent share of a trajectory, one panel per variant, one line per kind of
-    outcome."""
+    """Reward against the latent share of a trajectory.
+
+    One panel per variant of the formula, one line per kind of outcome.
+    """
     rewards = tables.read(rewards, tables.REWARD_SHAPES)
     variants = tables.in_order(rewards["variant"], ("published", "repaired"))
     cases = list(dict.fromkeys(rewards["case"]))
-    colours = dict(
-        zip(cases, (GREEN, VERMILLION, BLACK, BLUE, ORANGE, PURPLE, SKY, GREY), strict=False)
-    )
-    dashes = dict(
-        zip(
-            cases,
-            ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), "-"),
-            strict=False,
-        )
-    )
+    looks = dict(zip(cases, zip(_CASE_COLOURS, _CASE_DASHES)))
     figure = new_figure(PAGE, 2.5)
     grid = figure.subplots(1, len(variants), sharey=True, sharex=True, squeeze=False)[0]
     for index, (axes, variant) in enumerate(zip(grid, variants, strict=True)):
         axes.axhline(0, color=GREY, linewidth=0.7)
         for case in cases:
-            line = rewards[(rewards["variant"] == variant) & (rewards["case"] == case)].sort_values(
-                "latent_share"
-            )
-            marker = "o" if len(line) == 1 else None
-            axes.plot(
-                line["latent_share"],
-                line["reward"],
-                color=colours[case],
-                linestyle=dashes[case],
-                marker=marker,
-                label=case,
-            )
+            line = rewards[(rewards["variant"] == variant) & (rewards["case"] == case)]
+            line = line.sort_values("latent_share")
+            colour, dashes = looks[case]
+            look = {"color": colour, "linestyle": dashes, "label": case}
+            if len(line) == 1:
+                look["marker"] = "o"
+            axes.plot(line["latent_share"], line["reward"], **look)
         axes.set_title(f"{panel_letter(index)}   {variant}")
         axes.set_xlabel("Latent share of the trajectory's turns (%)")
         axes.set_xlim(-0.02, 1.02)
         percent_axis(axes.xaxis)
     grid[0].set_ylabel("Reward")
-    figure.legend(
-        *grid[0].get_legend_handles_labels(),
-        loc="outside right upper",
-        labelspacing=0.6,
-        handlelength=2.6,
-    )
+    handles, labels = grid[0].get_legend_handles_labels()
+    place = {"loc": "outside right upper", "labelspacing": 0.6, "handlelength": 2.6}
+    figure.legend(handles, labels, **place)
     footnote(figure, scale)
     return figure, rewards
 
@@ -300,6 +269,7 @@ class LiveDynamics:
             self._handle = display(figure, display_id=True)
         else:
             self._handle.update(figure)
+        # The next one is due after 20 times as long as this one took.
         spent = time.monotonic() - started
         self._due = time.monotonic() + max(self._every, 20 * spent)
 
@@ -307,9 +277,15 @@ class LiveDynamics:
 def _in_notebook() -> bool:
     try:
         from IPython import get_ipython
-    except ImportError:  # the figures need no IPython when they are only saved
+    except ImportError:  # nobody needs IPython to save a figure
         return False
     return get_ipython() is not None
+
+
+def _within_shares(axes) -> None:
+    """No room below 0 % and above 100 %."""
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(low, -0.03), min(high, 1.03))
 
 
 def _draw_smoothed(
@@ -318,31 +294,28 @@ def _draw_smoothed(
     steps, values = metrics["step"].to_numpy(), metrics[column].to_numpy(dtype=float)
     smooth = running_mean(values, window)
     axes.plot(steps, values, color=colour, linewidth=0.5, alpha=0.35)
-    axes.fill_between(steps, smooth["low"], smooth["high"], color=colour, alpha=0.15, linewidth=0)
-    axes.plot(steps, smooth["mean"], color=colour, label=label)
-    smooth = smooth.set_axis([f"{column}_mean", f"{column}_low", f"{column}_high"], axis=1)
-    return pd.concat([pd.Series(values, name=column), smooth], axis=1).set_index(metrics.index)
+    axes.fill_between(steps, smooth.low, smooth.high, color=colour, alpha=0.15, linewidth=0)
+    axes.plot(steps, smooth.value, color=colour, label=label)
+    drawn = {
+        column: values,
+        f"{column}_mean": smooth.value,
+        f"{column}_low": smooth.low,
+        f"{column}_high": smooth.high,
+    }
+    return pd.DataFrame(drawn).set_index(metrics.index)
 
 
 def _draw_validation(
     axes, metrics, column: str, label: str, colour: str, questions: int
 ) -> pd.DataFrame:
     values = metrics[column].to_numpy(dtype=float)
-    there = np.isfinite(values)
-    axes.plot(
-        metrics["step"][there],
-        values[there],
-        "o",
-        color=colour,
-        markersize=3.5,
-        label=label,
-        zorder=4,
-    )
+    there = np.isfinite(values)  # only some steps are validated
+    steps = metrics["step"][there]
+    look = {"color": colour, "zorder": 4}
+    axes.plot(steps, values[there], "o", markersize=3.5, label=label, **look)
     table = pd.DataFrame({column: values})
     if questions and column == "validation_accuracy":
         ends = np.array([wilson(value * questions, questions)[1:] for value in values[there]])
-        axes.vlines(
-            metrics["step"][there], ends[:, 0], ends[:, 1], color=colour, linewidth=0.9, zorder=4
-        )
-        table.loc[there, [f"{column}_low", f"{column}_high"]] = ends
+        axes.vlines(steps, ends[:, 0], ends[:, 1], linewidth=0.9, **look)
+        table.loc[there, list(Estimate.names(column)[1:])] = ends
     return table

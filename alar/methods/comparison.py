@@ -5,7 +5,7 @@ of them.
     batch_size=256) comparison.measure(Method("base", base_folder))
     comparison.measure(Method("ThinkPrune", folder, settings={"limit": 90}, training_seconds=210.0,
     training_tokens=4e6)) table = comparison.table()                       # `tables.METHODS`, every
-    method measured in this run so far figure, numbers = figures.methods(table)
+    method measured in this run so far figure, numbers = figures.methods_figure(table)
 
 `measure` leaves two files in `run_dir/methods`: the answers, one row per question
 (`tables.QUESTIONS`), and a record of what was measured. A method is not measured again while its
@@ -312,7 +312,7 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _interval(name: str, row: pd.Series, source: str) -> dict[str, float]:
-    return {f"{name}{end}": row[f"{source}{end}"] for end in ("", "_low", "_high")}
+    return statistics.Estimate.read(row, source).columns(name)
 
 
 def _same(before: dict | None, now: dict) -> bool:

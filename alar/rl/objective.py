@@ -20,11 +20,10 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from statistics import pvariance
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Num, Shaped
 from torch import Tensor
-
-from alar.evaluate.statistics import binary_entropy
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 KL_KINDS = ("kl", "abs", "mse", "low_var_kl")
@@ -308,6 +307,13 @@ def mode_information(p_latent: Float[Tensor, "states"]) -> tuple[float, float, f
     marginal = float(binary_entropy(p.mean().item()))
     conditional = float(binary_entropy(p.numpy()).mean())
     return marginal, conditional, marginal - conditional
+
+
+def binary_entropy(p):
+    """Entropy in bits of a coin that shows heads with probability p; 0 at p = 0 and p = 1."""
+    p = np.asarray(p, dtype=float)
+    q = 1 - p
+    return -(p * np.log2(np.where(p > 0, p, 1)) + q * np.log2(np.where(q > 0, q, 1)))
 
 
 def _check_mask(mask: Tensor) -> None:

@@ -44,7 +44,7 @@ from alar.rollout.engine import Sampling, phases_of
 from alar.rollout.hf import HFEngine, policy_logits
 from alar.rollout.loop import run
 from alar.rollout.modes import latent_probabilities
-from alar.train.supervised import merged, trainable_model
+from alar.train.supervised import mark_trainable, merged
 
 
 @dataclass
@@ -166,7 +166,7 @@ class ARGRPO:
             )
         torch.manual_seed(config.seed)
         self.reference = copy.deepcopy(model).eval().requires_grad_(False)
-        self.model = trainable_model(
+        self.model = mark_trainable(
             model,
             config.trainable,
             lora_rank=config.lora_rank,

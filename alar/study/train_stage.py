@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +30,23 @@ from alar.rollout.codec import Codec
 from alar.study import params
 from alar.study.params.notebooks import declared_parameters
 from alar.study.stage import open_stage, repository, resolve
+from alar.train.config import Aasd, Supervised, Warmup
 from alar.train.distributed import num_processes, rank
-from alar.train.examples import aasd_examples, at_most, warmup_examples
-from alar.train.supervised import SupervisedConfig, train
+from alar.train.examples import Example, aasd_examples, at_most, warmup_examples
+from alar.train.supervised import train
 
+# stage → (stage, folder) of the model that it starts from
 INITIAL = {"03_aasd": ("01_latent_model", "latent"), "04_mode_warmup": ("03_aasd", "checkpoint")}
+CONFIGS: dict[str, type[Supervised]] = {"03_aasd": Aasd, "04_mode_warmup": Warmup}
 
 
 def parameters(stage: str, file: str | None) -> dict[str, Any]:
     """The stage's parameters: its notebook's, with the values of `file`; ValueError for names that
     it does not have."""
     values = declared_parameters(repository() / "notebooks" / f"{stage}.ipynb")
-    given = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {} if file else {}
+    given = {}
+    if file:
+        given = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
     unknown = sorted(given.keys() - values.keys())
     if unknown:
         raise ValueError(
@@ -58,7 +63,7 @@ def parameters_of_study(stage: str, file: str) -> dict[str, Any]:
     return params.flatten(params.load_experiment(file, root=root), root / "notebooks" / f"{stage}.ipynb")
 
 
-def examples_of(stage: str, values: dict[str, Any], traces: Path, codec: Codec) -> list:
+def examples_of(stage: str, values: dict[str, Any], traces: Path, codec: Codec) -> list[Example]:
     trajectories = read_trajectories(traces)
     if stage == "03_aasd":
         examples = aasd_examples(trajectories, codec)
@@ -69,7 +74,7 @@ def examples_of(stage: str, values: dict[str, Any], traces: Path, codec: Codec) 
     return at_most(examples, values["max_examples"], values["seed"])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m alar.study.train_stage", description=__doc__.partition("\n")[0]
     )
@@ -89,41 +94,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(
             "--bfloat16 is for several processes: start them with torchrun --nproc-per-node"
         )
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    name = options.stage
     if options.params:
-        values = parameters_of_study(options.stage, options.params)
+        values = parameters_of_study(name, options.params)
     else:
-        values = parameters(options.stage, options.parameters)
+        values = parameters(name, options.parameters)
     first = rank() == 0
-    stage = (
-        open_stage(options.stage, values["run_dir"], report_to=values["report_to"])
-        if first
-        else None
-    )
-    if first:  # checks that they are there, and notes them
-        stage.input(*INITIAL[options.stage])
+    if first:  # checks that the inputs are there, and notes them
+        stage = open_stage(name, values["run_dir"], report_to=values["report_to"])
+        stage.input(*INITIAL[name])
         stage.input("02_teacher_traces", "traces.jsonl")
     run_dir = resolve(values["run_dir"])
     model, tokenizer = load(
-        run_dir.joinpath(*INITIAL[options.stage]),
-        num_latent=values.get("model_num_latent"),
-        device="cpu",
+        run_dir.joinpath(*INITIAL[name]), num_latent=values.get("model_num_latent"), device="cpu"
     )
     codec = Codec.of(model, tokenizer, catalogue.of(values["domain"]).form)
-    examples = examples_of(
-        options.stage, values, run_dir / "02_teacher_traces" / "traces.jsonl", codec
-    )
-    config = SupervisedConfig(
-        **{field.name: values[field.name] for field in fields(SupervisedConfig)}
-    )
+    traces = run_dir / "02_teacher_traces" / "traces.jsonl"
+    examples = examples_of(name, values, traces, codec)
+    config = CONFIGS[name].of(values)
     dtype = torch.bfloat16 if options.bfloat16 else None
+    fit = partial(
+        train,
+        model,
+        examples,
+        tokenizer.pad_token_id,
+        config,
+        seed=values["seed"],
+        compute_dtype=dtype,
+    )
     if first:
-        with stage.training(options.stage, config.steps(len(examples), num_processes())) as report:
-            model = train(
-                model, examples, tokenizer.pad_token_id, config, log=report, compute_dtype=dtype
-            )
+        steps = config.optimiser_steps(len(examples), num_processes())
+        with stage.training(name, steps) as report:
+            model = fit(log=report)
         save(model, tokenizer, stage.folder / "checkpoint")
     else:
-        train(model, examples, tokenizer.pad_token_id, config, compute_dtype=dtype)
+        fit()
     if dist.is_initialized():
         dist.barrier()  # until the checkpoint is written
         dist.destroy_process_group()

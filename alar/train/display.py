@@ -25,9 +25,8 @@ def coloured(example: Example, codec: Codec) -> HTML:
             return "latent"
         return "context" if label == -100 else "loss"
 
-    spans = [
-        "<span"
-        f" style='background:{COLOURS[name]}'>{html.escape(codec.text([token for token, _ in run]))}</span>"
-        for name, run in groupby(zip(example.ids, example.labels), kind)
-    ]
+    spans = []
+    for name, run in groupby(zip(example.ids, example.labels), kind):
+        text = html.escape(codec.text([token for token, _ in run]))
+        spans.append(f"<span style='background:{COLOURS[name]}'>{text}</span>")
     return HTML(f"<pre style='white-space:pre-wrap'>{''.join(spans)}</pre>")

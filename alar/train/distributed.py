@@ -4,8 +4,8 @@
     runs/paper/search/executed/03_aasd.params.yaml
 
 Every decoder layer is a unit whose weights are gathered when it is called; embedding, norm and head
-are the root's. The projector is a unit of its own, in float32 even where the trunk computes in
-bfloat16. `alar.model.latent` sees to it that all ranks make the same calls.
+belong to the root. The projector is a unit of its own, in float32 even if the trunk computes in
+bfloat16. `alar.model.latent` makes sure that all ranks make the same calls.
 """
 
 from __future__ import annotations
@@ -32,36 +32,35 @@ def rank() -> int:
 
 
 def shard(model, device: torch.device | str, compute_dtype: torch.dtype | None = None):
-    """Shard a latent model, wrapped by peft or not, over all processes, in place; the weights move
-    to `device`.
+    """Shard a latent model, wrapped by peft or not, over all processes, in place.
 
-    All processes hold the same weights before. `compute_dtype` (None: as stored) is the trunk's in
-    the calls; the shards that are optimised keep their dtype. Call the model itself afterwards,
-    with labels: its parts have no weights outside.
+    All processes hold the same weights before; the shards move to `device`. `compute_dtype` (None:
+    as stored) is the trunk's in the calls, the shards that are optimised keep their dtype.
+    Afterwards call the model itself, with labels: outside such a call its parts have no weights.
     """
     mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype)
     trunk = (model.get_base_model() if isinstance(model, PeftModel) else model).model
     for layer in trunk.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(
-        trunk.projector, mesh=mesh, reshard_after_forward=False
-    )  # small, and called K times per block
+    # Small, and called K times per block: its weights stay gathered.
+    fully_shard(trunk.projector, mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 
 def sharded_copy(model, device: torch.device | str, compute_dtype: torch.dtype | None = None):
-    """A sharded copy for the Trainer to train; `collect` brings its weights back. The original
-    stays on the CPU."""
+    """A sharded copy to train; `collect` brings its weights back to the original on the CPU."""
     copied = shard(copy.deepcopy(model), device, compute_dtype)
     copied._is_accelerate_prepared = True  # accelerate would wrap it once more, in DDP
     return copied
 
 
 def collect(sharded, model) -> None:
-    """Copy the whole weights of `sharded` into the plain `model`, in every process, one parameter
-    at a time."""
+    """Copy the weights of `sharded` into the plain `model`, in every process.
+
+    One parameter at a time, so that no process holds all of them twice.
+    """
     targets = dict(model.named_parameters())
     for name, parameter in sharded.named_parameters():
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

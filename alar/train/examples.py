@@ -1,5 +1,4 @@
-"""Trajectories → training examples: ids, the loss mask from token origins, and batches of similar
-shape.
+"""Trajectories → training examples: token ids, the loss mask, and batches of similar shape.
 
 AASD (arXiv 2606.02871) replaces every chain of thought of a successful teacher trajectory by a
 latent block and keeps the actions; the mode warm-up flips a coin per turn. Only SAMPLED tokens
@@ -17,45 +16,59 @@ import torch
 from alar.records import Origin, Trajectory
 from alar.rollout.codec import Codec
 
+NO_LOSS = -100  # the label that PyTorch's cross-entropy leaves out
+
 
 @dataclass(frozen=True)
 class Example:
+    """One row to train on. `labels[i]` is `ids[i]` or NO_LOSS; the model shifts them by one."""
+
     ids: list[int]
-    labels: list[int]  # -100 where there is no loss
-    num_blocks: int
+    labels: list[int]
+    num_blocks: int  # latent blocks
 
 
 def labels_from_origins(ids: Sequence[int], origins: Sequence[int]) -> list[int]:
-    return [token if origin == Origin.SAMPLED else -100 for token, origin in zip(ids, origins)]
+    return [token if origin == Origin.SAMPLED else NO_LOSS for token, origin in zip(ids, origins)]
 
 
-def rewrite(trajectory: Trajectory, codec: Codec, latent_turns: Sequence[bool]) -> Example:
-    """The trajectory with the chain of thought of the marked turns replaced by a latent block."""
+def with_latent_turns(
+    trajectory: Trajectory, codec: Codec, latent_turns: Sequence[bool]
+) -> Example:
+    """The trajectory with the chain of thought of the marked turns replaced by a latent block.
+
+    ValueError unless there is one mark per turn.
+    """
     if len(latent_turns) != len(trajectory.turns):
         raise ValueError(
             f"{len(latent_turns)} modes for {len(trajectory.turns)} turns of"
             f" {trajectory.question.id}"
         )
-    ids, origins, cursor = [], [], 0
+    ids, origins = [], []
+    copied = 0  # tokens of the trajectory that are dealt with
     for number, (turn, latent) in enumerate(zip(trajectory.turns, latent_turns)):
-        ids += trajectory.ids[cursor : turn.start]
-        origins += trajectory.origins[cursor : turn.start]
+        # What the policy read before this turn: the prompt, or the last observation.
+        ids += trajectory.ids[copied : turn.start]
+        origins += trajectory.origins[copied : turn.start]
         if latent:
             written, marks = codec.latent_turn(turn.action, turn.argument, first=number == 0)
         else:
-            written, marks = (
-                trajectory.ids[turn.start : turn.end],
-                [Origin.SAMPLED] * (turn.end - turn.start),
-            )
+            # Every token of the teacher's turn is learnt, tags that were forced on it included.
+            written = trajectory.ids[turn.start : turn.end]
+            marks = [Origin.SAMPLED] * len(written)
         ids += written
         origins += marks
-        cursor = turn.end
+        copied = turn.end
+    # Whatever follows the last turn teaches nothing and is left out.
     return Example(ids, labels_from_origins(ids, origins), sum(latent_turns))
 
 
 def aasd_examples(trajectories: Sequence[Trajectory], codec: Codec) -> list[Example]:
-    """Every turn latent."""
-    return [rewrite(item, codec, [True] * len(item.turns)) for item in usable(trajectories)]
+    """Every turn latent. ValueError if no trajectory is successful."""
+    return [
+        with_latent_turns(trajectory, codec, [True] * len(trajectory.turns))
+        for trajectory in successful(trajectories)
+    ]
 
 
 def warmup_examples(
@@ -63,54 +76,61 @@ def warmup_examples(
 ) -> list[Example]:
     """Each turn latent with `probability`, else the teacher's text."""
     rng = random.Random(f"mode warm-up {seed}")
-    return [
-        rewrite(item, codec, [rng.random() < probability for _ in item.turns])
-        for item in usable(trajectories)
-    ]
+    examples = []
+    for trajectory in successful(trajectories):
+        coins = [rng.random() < probability for _ in trajectory.turns]
+        examples.append(with_latent_turns(trajectory, codec, coins))
+    return examples
 
 
 def at_most(examples: Sequence[Example], count: int, seed: int) -> list[Example]:
-    """`count` of them, drawn at random; all where there are no more, or `count` is 0."""
-    return (
-        random.Random(seed).sample(examples, count) if 0 < count < len(examples) else list(examples)
-    )
+    """`count` of them, drawn at random; all if there are no more, or if `count` is 0."""
+    if count == 0 or count >= len(examples):
+        return list(examples)
+    return random.Random(seed).sample(examples, count)
 
 
-def usable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+def successful(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """The correct, well-formed ones. ValueError if there are none."""
-    kept = [item for item in trajectories if item.correct and item.well_formed]
-    if not kept:
+    found = [item for item in trajectories if item.correct and item.well_formed]
+    if not found:
         raise ValueError(
             f"none of the {len(trajectories)} trajectories is correct and well formed: there is"
             " nothing to imitate; look at the teacher's accuracy in notebook 02"
         )
-    return kept
+    return found
 
 
 def collate(examples: Sequence[Example], pad_token_id: int) -> dict[str, torch.Tensor]:
     """Right-padded input_ids, attention_mask and labels, each (B, T)."""
     length = max(len(example.ids) for example in examples)
-    pad = [length - len(example.ids) for example in examples]
+    ids, mask, labels = [], [], []
+    for example in examples:
+        missing = length - len(example.ids)
+        ids.append(example.ids + [pad_token_id] * missing)
+        mask.append([1] * len(example.ids) + [0] * missing)
+        labels.append(example.labels + [NO_LOSS] * missing)
     return {
-        "input_ids": torch.tensor([e.ids + [pad_token_id] * n for e, n in zip(examples, pad)]),
-        "attention_mask": torch.tensor([[1] * len(e.ids) + [0] * n for e, n in zip(examples, pad)]),
-        "labels": torch.tensor([e.labels + [-100] * n for e, n in zip(examples, pad)]),
+        "input_ids": torch.tensor(ids),
+        "attention_mask": torch.tensor(mask),
+        "labels": torch.tensor(labels),
     }
 
 
 class SimilarBatches:
-    """Batch sampler: shuffled, but each batch holds examples with equally many blocks and similar
-    lengths.
+    """Batch sampler: shuffled, but examples of one batch have as many blocks and similar lengths.
 
-    The latent steps of a batch run together, one call for all rows: with equally many blocks none
-    of them runs for a few rows only, and similar lengths keep the tables narrow. Similar are the
-    examples of one pool, so many batches; with a pool of one they are mixed as they come, and a
-    batch is not of one kind where similar examples are.
+    The latent steps of a batch run together, one call for all rows. With equally many blocks no
+    call serves a few rows only, and with similar lengths there is little padding.
 
-    Of several processes, each draws the same global batches, `batch_size` times `processes` similar
-    examples, and yields every `processes`-th example of them, from number `rank` on: all make the
-    same number of steps, on rows that differ little. Where the last examples do not suffice for
-    all, a process without one repeats the first.
+    Examples are shuffled, cut into pools of `pool` batches, and sorted by shape within each pool;
+    then the batches are shuffled. A pool of one batch leaves them mixed as they come, so that a
+    batch is not of one kind where examples of one shape are of one kind.
+
+    Several processes draw the same global batches of `batch_size` times `processes` examples. Each
+    takes every `processes`-th example of them, from number `rank` on: all make the same number of
+    steps, on rows that differ little. If the last batch is too small for all processes, one that
+    gets nothing repeats the batch's first example.
     """
 
     def __init__(
@@ -124,24 +144,24 @@ class SimilarBatches:
         processes: int = 1,
     ):
         self.shapes = [(example.num_blocks, len(example.ids)) for example in examples]
-        self.batch_size, self.seed, self.pool, self.epoch = batch_size * processes, seed, pool, 0
+        self.batch_size = batch_size * processes  # of all processes together
+        self.seed, self.pool, self.epoch = seed, pool, 0
         self.rank, self.processes = rank, processes
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return -(-len(self.shapes) // self.batch_size)
+        return -(-len(self.shapes) // self.batch_size)  # rounded up
 
     def __iter__(self) -> Iterator[list[int]]:
         rng = random.Random(f"batches {self.seed} {self.epoch}")
         order = list(range(len(self.shapes)))
         rng.shuffle(order)
         batches = []
-        for start in range(0, len(order), self.batch_size * self.pool):
-            pool = sorted(
-                order[start : start + self.batch_size * self.pool], key=self.shapes.__getitem__
-            )
+        pool_size = self.batch_size * self.pool
+        for start in range(0, len(order), pool_size):
+            pool = sorted(order[start : start + pool_size], key=self.shapes.__getitem__)
             batches += [pool[i : i + self.batch_size] for i in range(0, len(pool), self.batch_size)]
         rng.shuffle(batches)
         self.epoch += 1

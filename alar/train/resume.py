@@ -1,7 +1,8 @@
 """Interrupted training: the one way in which a trainer keeps its state and finds it again.
 
-A state belongs to the settings that it was made with. Under the same settings a trainer goes on where it
-was stopped and ends with the numbers of an uninterrupted run; under others it is refused, never mixed in.
+A state belongs to the settings that it was made with. Under the same settings a trainer goes on
+where it was stopped and ends with the numbers of an uninterrupted run; under other settings the
+state is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ STATE_FILE = "resume.pt"
 
 
 def save_state(folder: str | Path, settings: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Replace the state in `folder` in one step, so that a kill leaves the old one or the new one."""
+    """Replace the state in `folder` in one step: a kill leaves the old one or the new one.
+
+    Both mappings hold plain values, tensors, and lists or mappings of them.
+    """
     with replacing(Path(folder) / STATE_FILE) as aside:
         torch.save({"settings": dict(settings), "state": dict(state)}, aside)
 

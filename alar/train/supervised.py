@@ -1,5 +1,4 @@
-"""Supervised stages (AASD and mode warm-up) on transformers' Trainer, with LoRA from peft or all
-weights.
+"""Supervised training (AASD, mode warm-up) on transformers' Trainer: all weights, or LoRA.
 
 The projector is always trained in full, in float32. What comes back is an ordinary latent model:
 LoRA is merged. Under torchrun the weights are sharded over the processes
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from alar.train.config import Supervised
 from alar.train.distributed import collect, num_processes, sharded_copy
 from alar.train.examples import Example, SimilarBatches, collate
 
@@ -25,39 +24,7 @@ LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 TRAINABLE = ("lora", "full", "rows", "lora+rows")
 
 
-@dataclass(frozen=True)
-class SupervisedConfig:
-    """Published values as defaults, but for the batch: 16 per device, one epoch, cosine with 3 %
-    warm-up.
-
-    `batch_size` is that of one process: a step of P processes is over P times as many examples.
-    """
-
-    learning_rate: float = 1e-4
-    epochs: float = 1.0
-    batch_size: int = 16
-    gradient_accumulation: int = 1
-    warmup_ratio: float = 0.03
-    weight_decay: float = 0.0
-    latent_gradient: str = "published"
-    trainable: str = "lora"  # "lora" | "full", and of a dual vocabulary: "rows" | "lora+rows"
-    lora_rank: int = 16
-    lora_alpha: int = 32
-    # batches among which examples of similar shape are put together; 1: batches as they come
-    batch_pool: int = 16
-    seed: int = 0
-
-    def steps(self, examples: int, processes: int = 1) -> int:
-        """Optimiser steps for so many examples."""
-        return max(
-            1,
-            round(
-                self.epochs * examples / (self.batch_size * self.gradient_accumulation * processes)
-            ),
-        )
-
-
-def trainable_model(
+def mark_trainable(
     model, trainable: str, *, lora_rank: int, lora_alpha: int, train_projector: bool = True
 ):
     """Mark what trains: LoRA on q, k, v, o ("lora") or every weight ("full"); the projector by
@@ -110,66 +77,103 @@ def merged(model):
     return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
 
 
-class LatentTrainer(Trainer):
+class SupervisedTrainer(Trainer):
     """Trainer with batches of similar shape; the loss is the model's own."""
 
-    def __init__(
-        self, *args, examples: Sequence[Example], latent_gradient: str, batch_pool: int, **kwargs
-    ):
+    def __init__(self, *args, config: Supervised, **kwargs):
         super().__init__(*args, **kwargs)
-        self.examples, self.latent_gradient, self.batch_pool = examples, latent_gradient, batch_pool
+        self.config = config
 
     def get_train_dataloader(self) -> DataLoader:
-        share = {"rank": self.args.process_index, "processes": self.args.world_size}
         sampler = SimilarBatches(
-            self.examples, self.args.train_batch_size, self.args.seed, self.batch_pool, **share
+            self.train_dataset,
+            self.args.train_batch_size,
+            self.args.seed,
+            self.config.batch_pool,
+            rank=self.args.process_index,
+            processes=self.args.world_size,
         )
         return DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        extra = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
         if hasattr(model.config, "num_latent"):  # an ordinary checkpoint has no latents to attach
-            inputs = inputs | {"latent_gradient": self.latent_gradient}
-        outputs = model(**inputs, **extra)
-        # the labelled tokens are counted over all processes, whose gradients are then averaged
-        loss = outputs.loss * (self.args.world_size if extra else 1)
+            inputs = inputs | {"latent_gradient": self.config.latent_gradient}
+        if num_items_in_batch is None:
+            outputs = model(**inputs)
+            loss = outputs.loss
+        else:
+            outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+            # The labelled tokens are counted over all processes, but the gradients of the
+            # processes are averaged, which divides by their number once too often.
+            loss = outputs.loss * self.args.world_size
         return (loss, outputs) if return_outputs else loss
 
 
 class _Report(TrainerCallback):
+    """Hands the rows that the Trainer logs to `log`, in the first process."""
+
     def __init__(self, log: Callable[[dict], None]):
         self.log = log
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs and "loss" in logs and state.is_world_process_zero:
-            self.log(
-                {
-                    "step": state.global_step,
-                    "steps": state.max_steps,
-                    "loss": logs["loss"],
-                    "learning_rate": logs["learning_rate"],
-                    "gradient_norm": logs.get("grad_norm"),
-                }
-            )
+        if not logs or "loss" not in logs or not state.is_world_process_zero:
+            return
+        self.log(
+            {
+                "step": state.global_step,
+                "steps": state.max_steps,
+                "loss": logs["loss"],
+                "learning_rate": logs["learning_rate"],
+                "gradient_norm": logs.get("grad_norm"),
+            }
+        )
 
 
 def train(
     model,
     examples: Sequence[Example],
     pad_token_id: int,
-    config: SupervisedConfig,
+    config: Supervised,
     *,
+    seed: int = 0,
     log: Callable[[dict], None] = print,
     compute_dtype: torch.dtype | None = None,
 ):
     """Train a model, latent or not, on `examples`; returns it, merged and in eval mode.
 
-    Examples longer than the model's positions, or without a token to learn, are refused rather than
-    cut: a cut could fall inside a latent block. Called by every process of a torchrun, it trains
-    one model and gives it to all of them; `compute_dtype` is then the trunk's in the calls (None:
-    as stored), and the first process logs.
+    ValueError for an example that is longer than the model's positions, because a cut could fall
+    inside a latent block, and for one without a token to learn. Under torchrun every process calls
+    this: they train one model, each gets all of it, and the first one logs. `compute_dtype` is then
+    the trunk's in the calls (None: as stored).
     """
-    limit = model.config.max_position_embeddings
+    _check(examples, model.config.max_position_embeddings)
+    torch.manual_seed(seed)
+    whole = mark_trainable(
+        model.train(), config.trainable, lora_rank=config.lora_rank, lora_alpha=config.lora_alpha
+    )
+    processes = num_processes()
+    steps = config.optimiser_steps(len(examples), processes)
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = _arguments(scratch, config, steps, processes, seed)
+        trained = whole
+        if processes > 1:
+            trained = sharded_copy(whole, arguments.device, compute_dtype)
+        trainer = SupervisedTrainer(
+            trained,
+            arguments,
+            config=config,
+            train_dataset=examples,
+            data_collator=partial(collate, pad_token_id=pad_token_id),
+            callbacks=[_Report(log)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    if trained is not whole:
+        collect(trained, whole)
+    return merged(whole).requires_grad_(True).eval()
+
+
+def _check(examples: Sequence[Example], limit: int) -> None:
     for number, example in enumerate(examples):
         if len(example.ids) > limit:
             raise ValueError(
@@ -177,51 +181,31 @@ def train(
             )
         if all(label == -100 for label in example.labels):
             raise ValueError(f"example {number} has no token that carries loss")
-    torch.manual_seed(config.seed)
-    wrapped = trainable_model(
-        model.train(), config.trainable, lora_rank=config.lora_rank, lora_alpha=config.lora_alpha
+
+
+def _arguments(
+    scratch: str, config: Supervised, steps: int, processes: int, seed: int
+) -> TrainingArguments:
+    arguments = TrainingArguments(
+        output_dir=scratch,
+        # Without a GPU, accelerate joins the processes only if it is told to use the CPU.
+        use_cpu=processes > 1 and not torch.cuda.is_available(),
+        per_device_train_batch_size=config.batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation,
+        max_steps=steps,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=int(config.warmup_ratio * steps),
+        weight_decay=config.weight_decay,
+        logging_steps=max(1, steps // 50),
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,  # examples are no dictionaries
+        seed=seed,
+        dataloader_num_workers=0,
     )
-    processes = num_processes()
-    steps = config.steps(len(examples), processes)
-    with tempfile.TemporaryDirectory() as scratch:
-        arguments = TrainingArguments(
-            output_dir=scratch,
-            use_cpu=processes > 1
-            and not torch.cuda.is_available(),  # or accelerate would not join the processes
-            per_device_train_batch_size=config.batch_size,
-            gradient_accumulation_steps=config.gradient_accumulation,
-            max_steps=steps,
-            learning_rate=config.learning_rate,
-            lr_scheduler_type="cosine",
-            warmup_steps=int(config.warmup_ratio * steps),
-            weight_decay=config.weight_decay,
-            logging_steps=max(1, steps // 50),
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            remove_unused_columns=False,
-            seed=config.seed,
-            dataloader_num_workers=0,
-        )
-        if processes == 1 and arguments.n_gpu > 1:
-            arguments._n_gpu = (
-                1  # or the Trainer would spread each batch over all GPUs with DataParallel
-            )
-        trained = (
-            sharded_copy(wrapped, arguments.device, compute_dtype) if processes > 1 else wrapped
-        )
-        trainer = LatentTrainer(
-            trained,
-            arguments,
-            train_dataset=examples,
-            data_collator=partial(collate, pad_token_id=pad_token_id),
-            callbacks=[_Report(log)],
-            examples=examples,
-            latent_gradient=config.latent_gradient,
-            batch_pool=config.batch_pool,
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    if trained is not wrapped:
-        collect(trained, wrapped)
-    return merged(wrapped).requires_grad_(True).eval()
+    if processes == 1 and arguments.n_gpu > 1:
+        # The Trainer would spread each batch over all GPUs with DataParallel.
+        arguments._n_gpu = 1
+    return arguments

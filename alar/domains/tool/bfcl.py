@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from alar.evaluate.intervals import Estimate, estimate, resampled_sums, wilson
+from alar.evaluate.intervals import estimate, resampled_sums, wilson
 
 PACKAGE = "bfcl_eval==2026.3.23"
 AST_CATEGORIES = (
@@ -197,19 +197,15 @@ def accuracy_table(
         correct = part["correct"].to_numpy(dtype=float)
         rows.append(
             {"category": category, "questions": len(part)}
-            | _columns(wilson(correct.sum(), len(part)))
+            | wilson(correct.sum(), len(part)).columns("accuracy")
         )
         means.append(correct.mean())
         draws.append(resampled_sums(correct[:, None], resamples, seed + number)[:, 0] / len(part))
     if not rows:
         raise ValueError("no results: a table of accuracies needs at least one question")
-    macro = estimate(float(np.mean(means)), np.mean(draws, axis=0), 0.95)
-    rows.append({"category": "macro", "questions": len(results)} | _columns(macro))
+    macro = estimate(float(np.mean(means)), np.mean(draws, axis=0))
+    rows.append({"category": "macro", "questions": len(results)} | macro.columns("accuracy"))
     return pd.DataFrame(rows)
-
-
-def _columns(value: Estimate) -> dict[str, float]:
-    return {"accuracy": value.mean, "accuracy_low": value.low, "accuracy_high": value.high}
 
 
 _ABSENT = object()

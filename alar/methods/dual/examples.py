@@ -14,7 +14,7 @@ from dataclasses import replace
 from alar.methods.dual.vocabulary import DualVocab, NoMirror
 from alar.records import Origin, Trajectory
 from alar.rollout.codec import Codec
-from alar.train.examples import Example, labels_from_origins, usable
+from alar.train.examples import Example, labels_from_origins, successful
 
 
 def thought_of(trajectory: Trajectory, turn: int, codec: Codec) -> str:
@@ -27,7 +27,7 @@ def thoughts(trajectories: Sequence[Trajectory], codec: Codec) -> list[str]:
     """All chains of thought of the traces that can be learnt from: what a subset vocabulary is made
     of."""
     return [
-        thought_of(t, turn, codec) for t in usable(trajectories) for turn in range(len(t.turns))
+        thought_of(t, turn, codec) for t in successful(trajectories) for turn in range(len(t.turns))
     ]
 
 
@@ -65,7 +65,7 @@ def dual_examples(
     if missing not in ("error", "skip"):
         raise ValueError(f"missing {missing!r}: expected error or skip")
     examples = []
-    for trajectory in usable(trajectories):
+    for trajectory in successful(trajectories):
         try:
             example = rewrite(trajectory, codec)
         except NoMirror as problem:

@@ -71,14 +71,12 @@ def ratio_table(comparison: Comparison, *, resamples: int = 10_000, seed: int = 
                 "correct_tokens": (
                     statistics.bootstrap_mean(right, **options)
                     if len(right)
-                    else [float("nan")] * 3
+                    else statistics.Estimate(*[float("nan")] * 3)
                 ),
             }
-            intervals = {
-                f"{key}{end}": x
-                for key, mean in means.items()
-                for end, x in zip(("", "_low", "_high"), mean)
-            }
+            intervals = {}
+            for key, mean in means.items():
+                intervals |= mean.columns(key)
             about = {
                 "model": kind,
                 "scorer": record["settings"]["scorer"],

@@ -19,6 +19,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
+from alar.evaluate.intervals import Estimate
 from alar.evaluate.tables import BENCH_RATIOS
 from alar.study.bench.memory import peak_memory
 
@@ -233,4 +234,4 @@ def _by_contestant(cases: Sequence[Case], table: pd.DataFrame):
 
 
 def _range(name: str, values: pd.Series) -> dict[str, float]:
-    return {name: values.median(), f"{name}_low": values.min(), f"{name}_high": values.max()}
+    return Estimate(values.median(), values.min(), values.max()).columns(name)

@@ -18,7 +18,7 @@ import torch
 from alar.model.checkpoints import FAMILIES, resolve
 from alar.study.check.data import hub_folder
 from alar.study.params.sections import Experiment
-from alar.train.pretrain import PretrainConfig, build_model
+from alar.train.pretrain import build_model
 from alar.train.supervised import LORA_TARGETS
 
 _QWEN25_3B = {
@@ -108,13 +108,9 @@ def size_of(experiment: Experiment, domain: str) -> Size | None:
     folder without a config.
     """
     if experiment.model.base == "scratch":
-        given = experiment.pretrain
-        sizes = PretrainConfig(
-            hidden_size=given.hidden_size, layers=given.layers, vocabulary=given.vocabulary
-        )
         with torch.device("meta"):
             tokens = SimpleNamespace(eos_token_id=0, pad_token_id=0)
-            config = build_model(sizes, tokens).config.to_dict()
+            config = build_model(experiment.pretrain, tokens).config.to_dict()
         return size_of_model(meta_model(config, experiment), "pretrain")
     found = known_config(experiment.model.base, domain)
     if found is None:

@@ -18,7 +18,7 @@ from alar.methods.config import DualVocabulary, SelfTraining, Tokenskip
 from alar.parameters import Count, CountOrNone, Location, LocationOrName, Rate, Section, Share
 from alar.study.params.files import FolderName
 from alar.study.params.methods import LengthRewards, Logprob
-from alar.train.config import Supervised
+from alar.train.config import Aasd, Pretrain, Warmup
 
 Domain = Literal["search", "tool"]
 DOMAINS = get_args(Domain)
@@ -93,18 +93,6 @@ class Model(Section):
     projector_scale: Literal["one", "embedding_rms"] = "one"
 
 
-class Pretrain(Section):
-    """Used when `model.base` is "scratch"."""
-
-    steps: CountOrNone = 3300
-    batch_size: Count = 32
-    learning_rate: Rate = 3e-3
-    questions_per_world: Count = 1536
-    hidden_size: Annotated[int, Field(ge=32, multiple_of=32)] = 128
-    layers: Count = 4
-    vocabulary: Annotated[int, Field(ge=512)] = 3072
-
-
 class Retrieval(Section):
     backend: Literal["tfidf", "e5", "http"] = "tfidf"
     topk: Count = 2
@@ -144,17 +132,6 @@ class Teacher(Section):
     questions_file: LocationOrName = ""
     # Of the tool domain's traces; "toolmind" keeps those that score 1.5 or more.
     judge: Literal["official", "toolmind"] = "official"
-
-
-class Aasd(Supervised):
-    kind: Literal["latent", "constant"] = (
-        "latent"  # "constant": K learned vectors, the pause-token control
-    )
-
-
-class Warmup(Supervised):
-    latent_probability: Share = 0.5
-    epochs: Annotated[float, Field(ge=0)] = 1.25  # 0 = no warm-up: stage 1's model goes on as it is
 
 
 class Rl(Section):

@@ -1,5 +1,8 @@
-"""Walks to imitate: the shortest way, told in think blocks, and an engine that plays given turns
-through the loop."""
+"""FrozenLake walks to imitate: the shortest way over each lake, told in think blocks.
+
+An engine that writes given turns takes them through the ordinary agent loop, so that the
+trajectories are those of a policy that walked so. Notebook 16 trains on them.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,9 @@ class ScriptedEngine(Engine):
     """Writes the given turns, `turns[session]` one after another."""
 
     def __init__(self, codec: Codec, turns: Mapping[int, Sequence[str]]):
-        self.codec, self._turns, self._waiting = (
-            codec,
-            {row: iter(texts) for row, texts in turns.items()},
-            [],
-        )
+        self.codec = codec
+        self._turns = {session: iter(texts) for session, texts in turns.items()}
+        self._waiting: list[TurnRequest] = []
 
     @property
     def busy(self) -> bool:
@@ -41,9 +42,9 @@ class ScriptedEngine(Engine):
 
     def _written(self, text: str) -> TurnOutput:
         ids = self.codec.untrusted(text)
-        return TurnOutput(
-            ids, [int(Origin.SAMPLED)] * len(ids), [float("nan")] * len(ids), [], "stop"
-        )
+        origins = [int(Origin.SAMPLED)] * len(ids)
+        unknown = [float("nan")] * len(ids)  # nobody sampled them
+        return TurnOutput(ids, origins, unknown, [], "stop")
 
 
 def thought(question: Question, done: Sequence[int], todo: Sequence[int]) -> str:
@@ -51,8 +52,10 @@ def thought(question: Question, done: Sequence[int], todo: Sequence[int]) -> str
     width, steps = len(question.text.splitlines()), []
     for number in range(len(todo) + 1):
         row, column = divmod(walk(question, [*done, *todo[:number]]).position, width)
-        move = f" {MOVES[todo[number]]}" if number < len(todo) else ""
-        steps.append(f"{row + 1} {column + 1}{move}")
+        step = f"{row + 1} {column + 1}"
+        if number < len(todo):
+            step += f" {MOVES[todo[number]]}"
+        steps.append(step)
     return ", ".join(steps)
 
 
@@ -62,12 +65,8 @@ def expert_turns(question: Question, moves_per_turn: int) -> list[str]:
     for first in range(0, len(way), moves_per_turn):
         block = protocol.think_block(thought(question, way[:first], way[first:]))
         action = protocol.action_text(ACTION, moves_text(way[first : first + moves_per_turn]))
-        texts.append(
-            (protocol.BLOCK_SEPARATOR if first == 0 else "")
-            + block
-            + protocol.BLOCK_SEPARATOR
-            + action
-        )
+        before = protocol.BLOCK_SEPARATOR if first == 0 else ""
+        texts.append(before + block + protocol.BLOCK_SEPARATOR + action)
     return texts
 
 
@@ -75,13 +74,9 @@ def expert_trajectories(
     questions: Sequence[Question], environment: FrozenLakeEnvironment, codec: Codec
 ) -> list[Trajectory]:
     """The shortest ways, walked through the agent loop."""
-    engine = ScriptedEngine(
-        codec, {row: expert_turns(q, environment.moves_per_turn) for row, q in enumerate(questions)}
-    )
-    return run(
-        questions,
-        engine,
-        environment,
-        Sampling(stop=environment.stop),
-        max_turns=environment.max_moves,
-    )
+    turns = {}
+    for session, question in enumerate(questions):
+        turns[session] = expert_turns(question, environment.moves_per_turn)
+    engine = ScriptedEngine(codec, turns)
+    sampling = Sampling(stop=environment.stop)
+    return run(questions, engine, environment, sampling, max_turns=environment.max_moves)

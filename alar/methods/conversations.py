@@ -1,10 +1,10 @@
-"""Conversations on the embedded arithmetic set, as supervised examples: what makes a base that
-knows them.
+"""Conversations on the embedded arithmetic set, as supervised examples.
 
-A conversation holds one to three problems, all in one form (tagged or raw) and one length of the
-chain of thought. So the model knows both lengths, writes either when asked without examples, and
-follows the examples where a prompt has some: what concise self-training asks of a base. The shipped
-search base, which reads and computes by columns already, learns them in minutes.
+They make a base that knows the set, for notebook 15 and for concise self-training. A conversation
+holds one to three problems, all in one form (tagged or raw) and with chains of thought of one
+length. So the model learns both lengths, writes either when asked without examples, and follows
+the examples of a prompt that has some. The shipped search base, which reads and computes by
+columns already, learns this in minutes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from alar.domains.static.arithmetic import STYLES, Problem, problems
 from alar.domains.static.forms import EXCHANGE_END, FORMS
 from alar.records import Question
 from alar.rollout.codec import Codec
-from alar.train.examples import Example
+from alar.train.examples import NO_LOSS, Example
 
 LENGTHS = (1, 1, 2, 3)  # problems of a conversation
 FULL_SHARE = 0.75  # of the conversations, whose chains of thought are full
@@ -34,13 +34,12 @@ def conversations(count: int, seed: int) -> Iterator[tuple[str, str, list[Proble
         yield rng.choice(list(FORMS)), style, list(itertools.islice(stream, rng.choice(LENGTHS)))
 
 
-def turn_text(form: str, chain: str, answer: str) -> str:
-    """What the policy writes in one turn, less the end of the turn."""
+def conversation_turn(form: str, chain: str, answer: str) -> str:
+    """What the policy writes in one turn, without the end of the turn."""
+    action = FORMS[form].action("answer", answer)
     if form == "raw":
-        return f"{chain}\n{FORMS[form].action('answer', answer)}"
-    return protocol.BLOCK_SEPARATOR.join(
-        ["", protocol.think_block(chain), FORMS[form].action("answer", answer)]
-    )
+        return f"{chain}\n{action}"
+    return protocol.BLOCK_SEPARATOR.join(["", protocol.think_block(chain), action])
 
 
 def example(codec: Codec, form: str, style: str, solved: list[Problem]) -> Example:
@@ -48,10 +47,11 @@ def example(codec: Codec, form: str, style: str, solved: list[Problem]) -> Examp
     ids, labels = [], []
     for problem in solved:
         prompt = codec.encode(FORMS[form].prompt(Question("", problem.question, ())))
-        turn = codec.untrusted(turn_text(form, problem.chains[style], str(problem.answer)))
+        chain, answer = problem.chains[style], str(problem.answer)
+        turn = codec.untrusted(conversation_turn(form, chain, answer))
         end, *after = codec.trusted(EXCHANGE_END)
         ids += [*prompt, *turn, end, *after]
-        labels += [*[-100] * len(prompt), *turn, end, *[-100] * len(after)]
+        labels += [*[NO_LOSS] * len(prompt), *turn, end, *[NO_LOSS] * len(after)]
     return Example(ids, labels, 0)
 
 
