@@ -151,9 +151,9 @@ def main(argv: list[str] | None = None) -> int:
         publish=options.publish,
     )
     if options.check:
-        from alar.study.check import main as check
+        from alar.study.check import check_command
 
-        return check(command, root=ROOT)
+        return check_command(command, root=ROOT)
     return run_study(command, root=ROOT, list_only=options.list)
 
 

@@ -17,6 +17,9 @@ Location = Annotated[str, "location"]
 # the hub or a keyword.
 LocationOrName = Annotated[str, "location or name"]
 
+# A value that ends so names a file.
+DATA_FILES = (".jsonl", ".json", ".parquet")
+
 Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]

@@ -301,7 +301,7 @@ def test_the_study_leaves_the_benchmarks_out_until_they_are_asked_for(repository
 
 def test_the_threads_of_a_timing_belong_to_its_result(repository):
     def parts(stem, *overrides):
-        experiment = params.load(repository / "params" / "laptop.yaml", overrides)
+        experiment = params.load_experiment(repository / "params" / "laptop.yaml", overrides)
         return receipts.fingerprint(
             experiment, repository / "notebooks" / f"{stem}.ipynb", "search", repository / "alar"
         )

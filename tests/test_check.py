@@ -17,8 +17,8 @@ from alar.model import load_base
 from alar.study import check, params
 from alar.study.check import data, machine, memory, sizes
 from alar.study.params.sections import Experiment
-from alar.train.supervised import mark_trainable
 from alar.study.selection import Command
+from alar.train.supervised import mark_trainable
 
 GIB = 2**30
 
@@ -30,7 +30,7 @@ GIB = 2**30
 def test_counts_on_the_meta_device_are_the_published_ones(base, billions):
     model = sizes.meta_model(sizes.PUBLISHED[base], Experiment())
     assert {p.device.type for p in model.parameters()} == {"meta"}
-    assert round(sizes.measure(model).base / 1e9, 2) == billions
+    assert round(sizes.size_of_model(model).base / 1e9, 2) == billions
 
 
 def test_the_size_of_the_embedded_base_is_that_of_its_weights():
@@ -43,7 +43,7 @@ def test_the_size_of_the_embedded_base_is_that_of_its_weights():
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_training_memory_is_the_sum_over_the_tensors_of_a_real_step(random_model, kind):
     model, _ = random_model("qwen3")
-    size = sizes.measure(model)
+    size = sizes.size_of_model(model)
     wrapped = mark_trainable(model.train(), kind, lora_rank=3, lora_alpha=6)
     optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad])
     ids = torch.arange(5, 25)[None]
@@ -70,7 +70,10 @@ def test_the_kv_cache_is_the_sum_over_its_tensors(random_model):
     model, _ = random_model("qwen2")
     cache = model.model(input_ids=torch.arange(5, 22).repeat(3, 1), use_cache=True).past_key_values
     real = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert memory.decoding(sizes.measure(model), rows=3, tokens=17, itemsize=4)["KV cache"] == real
+    assert (
+        memory.decoding(sizes.size_of_model(model), rows=3, tokens=17, itemsize=4)["KV cache"]
+        == real
+    )
 
 
 def test_estimated_activations_are_near_what_autograd_keeps(random_model):
@@ -87,13 +90,17 @@ def test_estimated_activations_are_near_what_autograd_keeps(random_model):
     ids = torch.arange(5, 125).repeat(2, 1)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.train().requires_grad_(True).model(input_ids=ids)
-    estimate = memory.training(sizes.measure(model), 0, tokens=ids.numel(), scored=0)["activations"]
+    estimate = memory.training(sizes.size_of_model(model), 0, tokens=ids.numel(), scored=0)[
+        "activations"
+    ]
     assert sum(size for size, _ in kept.values()) == pytest.approx(estimate, rel=0.25)
 
 
 def test_more_gpus_hold_less_each_and_the_fewest_that_do_are_found(repository):
-    experiment = params.load(repository / "params" / "paper-search-7b.yaml", root=repository)
-    size = sizes.measure(sizes.meta_model(sizes.PUBLISHED["Qwen/Qwen2.5-7B"], experiment))
+    experiment = params.load_experiment(
+        repository / "params" / "paper-search-7b.yaml", root=repository
+    )
+    size = sizes.size_of_model(sizes.meta_model(sizes.PUBLISHED["Qwen/Qwen2.5-7B"], experiment))
     stages = frozenset({"05"})
     totals = [
         memory.needs(experiment, size, "search", stages, n)[0].total for n in memory.GPU_COUNTS
@@ -109,10 +116,10 @@ def examined(repository, tmp_path, monkeypatch):
     """examined(file name or YAML text, overrides…, only=(…)) → (exit code, lines), with an empty
     hub cache."""
     import datasets
+    import huggingface_hub
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    monkeypatch.setattr(data, "try_to_load_from_cache", lambda *_: None)
-    monkeypatch.setattr(sizes, "try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
     def run(source, *overrides, only=()):
         path = repository / "params" / source
@@ -121,7 +128,7 @@ def examined(repository, tmp_path, monkeypatch):
             path.write_text(source)
         lines = []
         command = Command(params=path, overrides=overrides, only=only, run_dir=tmp_path / "run")
-        code = check.main(command, root=repository, say=lines.append)
+        code = check.check_command(command, root=repository, say=lines.append)
         return code, lines
 
     return run
@@ -306,17 +313,27 @@ def test_a_set_that_datasets_can_load_offline_is_not_missing(examined, roomy, mo
 
 
 def test_a_cached_model_without_one_of_its_shards_is_missing_that_shard(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    (tmp_path / "files").mkdir()
     for name in ("config.json", "tokenizer_config.json", "model-00001-of-00002.safetensors"):
-        (tmp_path / name).touch()
+        (tmp_path / "files" / name).touch()
     shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    monkeypatch.setattr(data, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
-    assert (
-        data.missing_from_cache("owner/name")
-        == f"model-00002-of-00002.safetensors not in {tmp_path}"
+    (tmp_path / "files" / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": shards})
     )
-    (tmp_path / "model-00002-of-00002.safetensors").touch()
-    assert data.missing_from_cache("owner/name") == ""
+    model = tmp_path / "hub" / "models--owner--name"
+    folder = model / "snapshots" / "abc"
+    folder.parent.mkdir(parents=True)
+    (tmp_path / "files").rename(folder)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    found = data.hub_model("base model", "owner/name")
+    assert "model-00002-of-00002.safetensors not in" in found.text
+    assert found.remedy == "hf download owner/name"
+    (folder / "model-00002-of-00002.safetensors").touch()
+    assert not data.hub_model("base model", "owner/name").remedy
 
 
 @pytest.fixture
@@ -349,7 +366,7 @@ def test_a_port_that_something_else_has_taken_is_named(examined, roomy, listenin
     url = listening(404, {})
     found = missing(examined("paper-search-3b.yaml", f"retrieval.url={url}")[1])
     (line,) = [line for line in found if "retrieval server" in line]
-    assert f"port {url.rsplit(':')[-1]} of 127.0.0.1 is taken" in line and "another port" in line
+    assert f"port {url.rsplit(':')[-1]} of 127.0.0.1 is taken by" in line and "another port" in line
 
 
 def test_a_retrieval_server_that_answers_needs_no_corpus_here(examined, roomy, listening):

@@ -167,7 +167,7 @@ def test_a_parameter_file_of_run_all_gives_the_command_what_it_gives_the_noteboo
         repository / "notebooks" / "03_aasd.ipynb",
     )
     values = parameters_of_study("03_aasd", str(file))
-    assert values == params.flatten(params.load(file), notebook)
+    assert values == params.flatten(params.load_experiment(file), notebook)
     assert (values["run_dir"], values["learning_rate"], values["trainable"]) == (
         "runs/paper-search-3b/search",
         1e-4,

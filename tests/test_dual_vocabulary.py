@@ -27,6 +27,7 @@ from alar.domains.search.environment import SearchEnvironment
 from alar.domains.search.questions import validation_questions
 from alar.engines.choice import opened_engine
 from alar.engines.vllm.turns import TurnOptions, engine_codec, open_turn
+from alar.methods.config import DualVocabulary
 from alar.methods.dual.__main__ import main
 from alar.methods.dual.build import build_dual, clone_source, most_used, verify
 from alar.methods.dual.constraint import PhaseConstraint, control_ids
@@ -41,7 +42,6 @@ from alar.rollout.codec import Codec
 from alar.rollout.engine import Sampling, TurnRequest, TurnWriter
 from alar.rollout.hf import HFEngine
 from alar.rollout.loop import run
-from alar.study.params.methods import DualVocabulary
 from alar.train.examples import Example
 from alar.train.supervised import mark_trainable, train
 

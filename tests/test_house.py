@@ -1,4 +1,4 @@
-"""The house: which room may import which, names that mean one thing, walks that lead somewhere, and ruff."""
+"""The house: which room may import which, names that mean one thing, walks, and ruff."""
 
 import ast
 import re

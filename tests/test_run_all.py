@@ -279,7 +279,7 @@ def test_check_goes_to_the_check_offline(run_all, monkeypatch, tmp_path):
     seen = {}
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(
-        check, "main", lambda command, root: seen.update(command=command, root=root) or 2
+        check, "check_command", lambda command, root: seen.update(command=command, root=root) or 2
     )
     monkeypatch.setattr(
         runner, "run_study", lambda *_, **__: pytest.fail("a check must not run anything")

@@ -17,6 +17,7 @@ from alar.domains.static.forms import FORMS
 from alar.domains.tool.environment import ToolEnvironment
 from alar.methods import conversations
 from alar.methods import self_training as st
+from alar.methods.samples import draw_samples
 from alar.protocol import parse_turns
 from alar.records import Origin, Question, Trajectory, TurnRecord
 from alar.rollout.codec import Codec
@@ -154,7 +155,7 @@ def test_rollouts_behind_exemplars_that_fill_their_room_fit_and_one_token_more_d
     )
     turns, sampling = (2 if domain == "search" else 1), Sampling(6, 1.0, stop=("never",))
     limits = LIMITS | {"max_turns": turns}
-    samples = st.sample(asked, engine, environment, sampling, **limits)
+    samples = draw_samples(asked, engine, environment, sampling, **limits)
     assert [len(group) for group in samples] == [2, 2] and samples[0][0].ids != samples[0][1].ids
     room = st.exemplar_room(
         samples, engine.model.config.max_position_embeddings, max_new_tokens=6, max_turns=turns
@@ -165,7 +166,7 @@ def test_rollouts_behind_exemplars_that_fill_their_room_fit_and_one_token_more_d
         conditioned = st.few_shot(environment, engine.codec, [])
         prompt, filler = environment.form.prompt(longest), protocol.Trusted("<|im_end|>" * tokens)
         monkeypatch.setattr(conditioned.form, "prompt", lambda question: [filler, *prompt])
-        return st.sample([longest], engine, conditioned, sampling, **limits)
+        return draw_samples([longest], engine, conditioned, sampling, **limits)
 
     behind(room)
     with pytest.raises(ValueError, match="exceeds the model's 2048 positions"):
@@ -275,16 +276,6 @@ def test_the_table_counts_what_each_pass_found():
     assert table.loc["all", ["samples", "solved", "shortest", "kept"]].tolist() == [8, 1.0, 3.5, 2]
 
 
-def test_a_latent_checkpoint_trains_on_as_it_is(random_model, tmp_path):
-    from alar.model import embedded, save
-
-    model, tokenizer = random_model(num_latent=2)
-    again, _ = st.trainable_model(save(model, tokenizer, tmp_path / "latent"))
-    assert again.config.num_latent == 2
-    fresh, _ = st.trainable_model(embedded("search"))
-    assert fresh.config.model_type == "latent_qwen2"
-
-
 def test_an_exemplar_that_the_base_was_taught_on_looks_like_a_few_shot_prompt(tokenizer):
     """Conversations of `alar.methods.conversations` and few-shot prompts are the same ids."""
     codec, (one, two) = Codec(tokenizer), itertools.islice(arithmetic.problems("train"), 2)
@@ -305,5 +296,5 @@ def test_a_file_needs_another_file_for_the_test(tmp_path):
     (tmp_path / "rows.jsonl").write_text("")
     (tmp_path / "p.yaml").write_text(f"self_training:\n  dataset: {tmp_path / 'rows.jsonl'}")
     with pytest.raises(params.ParameterError, match="self_training.test_dataset: is empty"):
-        params.load(tmp_path / "p.yaml")
+        params.load_experiment(tmp_path / "p.yaml")
     assert Experiment().self_training.dataset == ""

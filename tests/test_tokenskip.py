@@ -11,20 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alar import figures, protocol
-from alar.methods.dual.codec import DualCodec
 from alar.domains.search.environment import SearchEnvironment
 from alar.domains.search.questions import solved_questions
 from alar.domains.tool.protocol import TOOL
 from alar.methods.comparison import MethodComparison
+from alar.methods.dual.codec import DualCodec
+from alar.methods.samples import draw_samples
 from alar.methods.tokenskip import measure
-from alar.methods.tokenskip.collect import cot_tokens, sampled, usable
-from alar.methods.tokenskip.compress import (
-    achieved_rates,
-    compress,
-    compressed_rows,
-    thoughts_of,
-    token_counter,
-)
+from alar.methods.tokenskip.collect import compressible, cot_tokens, thoughts_of
+from alar.methods.tokenskip.compress import achieved_rates, compress, compressed_rows, token_counter
 from alar.methods.tokenskip.examples import (
     conditioned,
     conditioned_form,
@@ -34,12 +29,21 @@ from alar.methods.tokenskip.examples import (
 )
 from alar.methods.tokenskip.scorers import Gain, Surprisal
 from alar.methods.tokenskip.steps import Steps
-from alar.methods.tokenskip.threshold import OPERATORS, Rules, kept_words
 from alar.methods.tokenskip.view import compression_view, struck
-from alar.methods.tokenskip.words import Thought, Word, in_chunks, joined, split_words
+from alar.methods.tokenskip.words import (
+    OPERATORS,
+    Rules,
+    Thought,
+    Word,
+    in_chunks,
+    joined,
+    kept_words,
+    split_words,
+)
 from alar.model import save
 from alar.records import Origin, Trajectory, TurnRecord, read_trajectories, write_trajectories
 from alar.rollout.codec import Codec
+from alar.rollout.engine import Sampling
 from alar.rollout.hf import HFEngine
 from alar.study.stage import open_stage
 
@@ -160,9 +164,13 @@ def test_words_are_kept_as_llmlingua_keeps_them(chosen, counts, rate, force, dig
     words, size = [word for word, _ in chosen], dict(zip(VOCABULARY, counts))
     fake = FakeLingua(words, [score / 50 for _, score in chosen], [size[word] for word in words])
     theirs = fake.compressor().compress_prompt_llmlingua2(
-        [" ".join(words)], rate=rate, force_tokens=list(force), force_reserve_digit=digits, drop_consecutive=drop,
+        [" ".join(words)],
+        rate=rate,
+        force_tokens=list(force),
+        force_reserve_digit=digits,
+        drop_consecutive=drop,
         return_word_label=True,
-    )  # fmt: skip
+    )
     labelled = [
         entry.split(" ") for entry in theirs["fn_labeled_original_prompt"].split("\t\t|\t\t")
     ]
@@ -421,14 +429,24 @@ def test_the_condition_is_exactly_eos_ratio_eos_behind_the_users_text(codec, tra
 
 
 def test_the_tool_domain_takes_the_same_condition(codec):
-    start, end = "<|im_start|>", protocol.Trusted("<|im_end|>\n")
-    pieces = [protocol.Trusted(start + "system\n"), "tools", end, protocol.Trusted(start + "user\n"), "ask", end,
-              protocol.Trusted(start + "assistant\n")]  # fmt: skip
+    system, user, assistant, end = (
+        protocol.Trusted(text)
+        for text in (
+            "<|im_start|>system\n",
+            "<|im_start|>user\n",
+            "<|im_start|>assistant\n",
+            "<|im_end|>\n",
+        )
+    )
+    pieces = [system, "tools", end, user, "ask", end, assistant]
     form = protocol.Prompted(TOOL, lambda question: pieces)
     conditional = conditioned_form(form, 0.3, "<|im_end|>")
     text = "".join(conditional.prompt(None))
-    assert text == ("<|im_start|>system\ntools<|im_end|>\n<|im_start|>user\nask<|im_end|>0.3<|im_end|><|im_end|>\n"
-                    "<|im_start|>assistant\n")  # fmt: skip
+    assert text == (
+        "<|im_start|>system\ntools<|im_end|>\n"
+        "<|im_start|>user\nask<|im_end|>0.3<|im_end|><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
     assert conditional.parse == TOOL.parse and conditional.closing == TOOL.closing
     form.prompt = lambda question: ["a prompt without an end"]
     with pytest.raises(ValueError, match="has no place"):
@@ -453,7 +471,7 @@ def test_the_loss_of_compressed_turns_falls_on_what_the_policy_writes(codec, tra
         example_at(trajectories[0], [], 0.5, codec)
 
 
-def test_every_sample_gets_one_ratio_and_the_remap_is_applied(codec, trajectories, rows):
+def test_every_sample_gets_one_ratio(codec, trajectories, rows):
     ratios = (1.0, 0.1, 0.5)
     examples, drawn = prepared(trajectories, rows, codec, ratios, seed=4)
     assert drawn == drawn_ratios(len(trajectories), ratios, 4) and set(drawn) == set(ratios)
@@ -461,15 +479,6 @@ def test_every_sample_gets_one_ratio_and_the_remap_is_applied(codec, trajectorie
         eos = codec.tokenizer.eos_token_id
         place = example.ids.index(eos)
         assert codec.text(example.ids[place + 1 : example.ids.index(eos, place + 1)]) == str(ratio)
-    shifted, _ = prepared(
-        trajectories,
-        rows,
-        codec,
-        ratios,
-        seed=4,
-        remap=lambda e: type(e)([i + 1 for i in e.ids], e.labels, 0),
-    )
-    assert [e.ids for e in shifted] == [[i + 1 for i in e.ids] for e in examples]
     with pytest.raises(ValueError, match="compress_ratios"):
         prepared(trajectories, rows, codec, (0.7,), seed=4)
     with pytest.raises(ValueError, match="compress again"):
@@ -560,25 +569,26 @@ def test_think_tokens_are_those_between_the_tags(codec, trajectories):
 def test_only_correct_chains_of_thought_of_a_bearable_length_are_collected(codec, trajectories):
     wrong = Trajectory(**vars(trajectories[1]) | {"correct": False})
     longest = max(cot_tokens(t, codec) for t in trajectories)
-    kept, why = usable([*trajectories, wrong], codec, longest - 1)
+    kept, why = compressible([*trajectories, wrong], codec, longest - 1)
     assert (
         why["wrong"] == 1
         and why["too long"] >= 1
         and len(kept) + sum(why.values()) == len(trajectories) + 1
     )
     with pytest.raises(ValueError, match="can be compressed"):
-        usable([wrong], codec, 10)
+        compressible([wrong], codec, 10)
 
 
 def test_samples_have_ids_of_their_own_and_differ(random_model):
     engine = HFEngine(*random_model(num_latent=0))
     questions = [solved.question for solved in solved_questions("counterfactual-3", 2, 0)]
-    how = dict(max_new_tokens=6, max_turns=1, batch_size=8, seed=1)
-    found = sampled(questions, engine, SearchEnvironment(), samples=3, temperature=0.7, **how)
-    assert [t.question.id for t in found] == [f"{q.id}_s{i}" for q in questions for i in range(3)]
-    assert len({tuple(t.ids) for t in found[:3]}) == 3
-    with pytest.raises(ValueError, match="greedy samples are all the same"):
-        sampled(questions, engine, SearchEnvironment(), samples=3, temperature=0.0, **how)
+    how = {"samples": 3, "max_turns": 1, "batch_size": 8, "seed": 1}
+    found = draw_samples(questions, engine, SearchEnvironment(), Sampling(6, 0.7), **how)
+    for question, group in zip(questions, found, strict=True):
+        assert [t.question.id for t in group] == [f"{question.id}_s{i}" for i in range(3)]
+    assert len({tuple(t.ids) for t in found[0]}) == 3
+    with pytest.raises(ValueError, match="greedy"):
+        draw_samples(questions, engine, SearchEnvironment(), Sampling(6, 0.0), **how)
 
 
 def test_finished_steps_are_taken_over_and_an_interrupted_stage_goes_on(tmp_path, trajectories):

@@ -65,7 +65,7 @@ def execute(
     four times a second, all in the calling thread. Raises CellFailed.
     """
     executed.parent.mkdir(parents=True, exist_ok=True)
-    code_cells = sum(cell.is_code for cell in notebooks.read(notebook))
+    code_cells = sum(cell.is_code for cell in notebooks.cells_of(notebook))
     total = code_cells + bool(parameters)  # papermill adds a cell that sets them
     seen = 0
     with tempfile.TemporaryDirectory(prefix="alar-") as folder:

@@ -85,7 +85,9 @@ def _experiments(
     experiments = params.load_variants(command.params, overrides, root=root, absent=absent)
     for variant in command.variants:
         if variant not in experiments:  # raises, and says which ones there are
-            params.load(command.params, overrides, variant=variant, root=root, absent=absent)
+            params.load_experiment(
+                command.params, overrides, variant=variant, root=root, absent=absent
+            )
     return experiments
 
 

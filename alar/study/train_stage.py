@@ -60,7 +60,9 @@ def parameters_of_study(stage: str, file: str) -> dict[str, Any]:
     """The stage's parameters as `run_all.py --params FILE` gives them to its notebook. Raises
     ParameterError."""
     root = repository()
-    return params.flatten(params.load(file, root=root), root / "notebooks" / f"{stage}.ipynb")
+    return params.flatten(
+        params.load_experiment(file, root=root), root / "notebooks" / f"{stage}.ipynb"
+    )
 
 
 def examples_of(stage: str, values: dict[str, Any], traces: Path, codec: Codec) -> list[Example]:

@@ -1,58 +1,24 @@
-"""Correct chains of thought: sampled from the base, or taken from the run's teacher traces."""
+"""Chains of thought: which trajectories have them to compress, and the thoughts of their turns."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from itertools import accumulate
 
 from alar import protocol
-from alar.records import Environment, Question, Trajectory
+from alar.methods.tokenskip.words import Thought
+from alar.records import Trajectory
 from alar.rollout.codec import Codec
-from alar.rollout.engine import Engine, Sampling
-from alar.rollout.loop import run
 
 
-def sampled(
-    questions: Sequence[Question],
-    engine: Engine,
-    environment: Environment,
-    *,
-    samples: int,
-    temperature: float,
-    max_new_tokens: int,
-    max_turns: int,
-    batch_size: int,
-    seed: int = 0,
-    progress: Callable[[Iterable], Iterable] = iter,
-) -> list[Trajectory]:
-    """`samples` trajectories per question, each under an id of its own: `q_s0`, `q_s1`, … One at
-    temperature 0 is the paper's."""
-    if samples > 1 and temperature == 0:
-        raise ValueError(
-            f"tokenskip.samples is {samples} at temperature 0: greedy samples are all the same;"
-            " use 1"
-        )
-    asked = [
-        replace(question, id=f"{question.id}_s{i}")
-        for question in questions
-        for i in range(samples)
-    ]
-    sampling = Sampling(max_new_tokens, temperature, stop=environment.stop)
-    return run(
-        asked, engine, environment, sampling, modes="off", max_turns=max_turns, batch_size=batch_size, seed=seed,
-        progress=progress,
-    )  # fmt: skip
-
-
-def usable(
+def compressible(
     trajectories: Sequence[Trajectory], codec: Codec, max_cot_tokens: int
 ) -> tuple[list[Trajectory], Counter]:
-    """(those to compress, how many were left out and why): correct, well formed, all turns in text,
-    thoughts not too long.
+    """(those to compress, how many were left out and why).
 
-    Raises ValueError if nothing is left.
+    Those to compress are correct, well formed, reason in text in every turn, and have at most
+    `max_cot_tokens` tokens of thought. Raises ValueError if nothing is left.
     """
     kept, why = [], Counter()
     for trajectory in trajectories:
@@ -73,21 +39,40 @@ def usable(
 
 
 def cot_tokens(trajectory: Trajectory, codec: Codec) -> int:
-    """Tokens of the chains of thought of all turns, tags left out; a token that a tag shares with a
-    thought counts."""
-    return sum(
-        _inside(trajectory.ids[turn.start : turn.end], codec)
-        for turn in trajectory.turns
-        if turn.mode == "think"
-    )
+    """Tokens of the chains of thought of all turns, without their tags.
+
+    A token that belongs to a tag and to a thought counts.
+    """
+    reasoned = [turn for turn in trajectory.turns if turn.mode == "think"]
+    return sum(_inside(trajectory.ids[turn.start : turn.end], codec) for turn in reasoned)
 
 
 def _inside(ids: Sequence[int], codec: Codec) -> int:
-    pieces = [
-        codec.text([token]) for token in ids
-    ]  # a character in several pieces gets wrong signs, but not the tags
+    # Token by token: a character that several tokens share comes out wrong, but the tags do not.
+    pieces = [codec.text([token]) for token in ids]
     ends = list(accumulate(map(len, pieces)))
     text = "".join(pieces)
     first = text.find(protocol.THINK_OPEN) + len(protocol.THINK_OPEN)
     last = text.find(protocol.THINK_CLOSE, first)
     return sum(first < end and start < last for start, end in zip([0, *ends], ends))
+
+
+def thoughts_of(trajectory: Trajectory, codec: Codec) -> list[Thought]:
+    """The chain of thought of every turn, with the ids before it and the action after it.
+
+    Raises ValueError for a turn that did not reason in text.
+    """
+    thoughts = []
+    for number, turn in enumerate(trajectory.turns):
+        if turn.mode != "think":
+            raise ValueError(
+                f"{trajectory.question.id}, turn {number + 1} has no chain of thought (its mode is"
+                f" {turn.mode!r})"
+            )
+        parsed = codec.form.parse(codec.text(trajectory.ids[turn.start : turn.end]))
+        opening = codec.trusted(codec.form.opening) if number == 0 else []
+        action = codec.form.action(turn.action, turn.argument) if turn.action else ""
+        thoughts.append(
+            Thought(parsed.reasoning, (*trajectory.ids[: turn.start], *opening), action)
+        )
+    return thoughts

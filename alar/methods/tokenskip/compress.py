@@ -1,12 +1,13 @@
 """Thoughts compressed at several rates, and what became of the rates.
 
 The achieved rate is counted in the policy's own tokens, of the compressed text against the whole
-one. It is not the requested one because
+one. It is not the requested one, because
 
 - the percentile is a threshold, not a number of words: what is above it stays, ties fall together,
-words go as a whole; - every chunk has its own threshold, and with few tokens a percentile is
-coarse; - forced words stay whatever the rate, and repeated ones may go; - tokens are counted word
-by word for the threshold, but the joined text is tokenised as a whole.
+  words go as a whole;
+- every chunk has its own threshold, and with few tokens a percentile is coarse;
+- forced words stay whatever the rate, and repeated ones may go;
+- tokens are counted word by word for the threshold, but the joined text is tokenised as a whole.
 
 `Compression` holds the numbers that tell these apart.
 """
@@ -16,12 +17,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 
 import pandas as pd
 
-from alar.methods.tokenskip.threshold import Rules, kept_words
-from alar.methods.tokenskip.words import Thought, Word, WordScorer, joined
+from alar.methods.tokenskip.collect import thoughts_of
+from alar.methods.tokenskip.words import Rules, Word, WordScorer, joined, kept_words
 from alar.records import Trajectory
 from alar.rollout.codec import Codec
 
@@ -30,15 +31,14 @@ CountTokens = Callable[[str], int]
 
 @dataclass(frozen=True)
 class Compression:
-    """A text at one rate. `counts` are tokens per word, `original_tokens` and `tokens` those of the
-    whole texts."""
+    """A text at one rate."""
 
-    text: str
+    text: str  # what is left
     rate: float
     words: tuple[Word, ...]
-    kept: tuple[bool, ...]
+    kept: tuple[bool, ...]  # per word, as the next two
     forced: tuple[bool, ...]
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # tokens
     original_tokens: int
     tokens: int
 
@@ -49,12 +49,13 @@ class Compression:
 
     def share(self, marks: Iterable[bool]) -> float:
         """Of the tokens counted word by word, the share in the marked words."""
-        total = sum(self.counts)
-        return (
-            sum(count for count, mark in zip(self.counts, marks, strict=True) if mark) / total
-            if total
-            else 0.0
-        )
+        if not self.counts:
+            return 0.0
+        return self.marked(marks) / sum(self.counts)
+
+    def marked(self, marks: Iterable[bool]) -> int:
+        """Tokens, counted word by word, of the marked words."""
+        return sum(count for count, mark in zip(self.counts, marks, strict=True) if mark)
 
     @property
     def kept_share(self) -> float:
@@ -73,22 +74,20 @@ def compress(
     kept: list[bool] = []
     for _, chunk in groupby(zip(words, counts), key=lambda pair: pair[0].chunk):
         inside, sizes = zip(*chunk)
-        kept += kept_words(
-            [word.text for word in inside], [word.score for word in inside], sizes, rate, rules
-        )
-    shorter = (
-        text if rate == 1 else joined([word.text for word, stays in zip(words, kept) if stays])
-    )
-    forced = tuple(rules.forces(word.text) for word in words)
+        texts, scores = [word.text for word in inside], [word.score for word in inside]
+        kept += kept_words(texts, scores, sizes, rate, rules)
+    shorter = text
+    if rate != 1:
+        shorter = joined([word.text for word, stays in zip(words, kept) if stays])
     return Compression(
-        shorter,
-        rate,
-        tuple(words),
-        tuple(kept),
-        forced,
-        tuple(counts),
-        count_tokens(text),
-        count_tokens(shorter),
+        text=shorter,
+        rate=rate,
+        words=tuple(words),
+        kept=tuple(kept),
+        forced=tuple(rules.forces(word.text) for word in words),
+        counts=tuple(counts),
+        original_tokens=count_tokens(text),
+        tokens=count_tokens(shorter),
     )
 
 
@@ -104,27 +103,6 @@ def token_counter(codec: Codec) -> CountTokens:
     return count
 
 
-def thoughts_of(trajectory: Trajectory, codec: Codec) -> list[Thought]:
-    """The chain of thought of every turn, with the ids before it and the action after it.
-
-    Raises ValueError for a turn that did not reason in text.
-    """
-    thoughts = []
-    for number, turn in enumerate(trajectory.turns):
-        if turn.mode != "think":
-            raise ValueError(
-                f"{trajectory.question.id}, turn {number + 1} has no chain of thought (its mode is"
-                f" {turn.mode!r})"
-            )
-        parsed = codec.form.parse(codec.text(trajectory.ids[turn.start : turn.end]))
-        opening = codec.trusted(codec.form.opening) if number == 0 else []
-        action = codec.form.action(turn.action, turn.argument) if turn.action else ""
-        thoughts.append(
-            Thought(parsed.reasoning, (*trajectory.ids[: turn.start], *opening), action)
-        )
-    return thoughts
-
-
 def compressed_rows(
     trajectories: Sequence[Trajectory],
     scorer: WordScorer,
@@ -135,33 +113,31 @@ def compressed_rows(
     batch: int = 64,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> list[dict]:
-    """One row per trajectory, ready for a file: its thoughts, and for each rate what is left of
-    them.
+    """One row per trajectory, ready for a file: its thoughts, and what each rate leaves of them.
 
-    A row is {"id", "scorer", "thoughts": [text, …], "tokens": count, "rates": {"0.5": {"thoughts":
-    […], "tokens": …, "kept": tokens kept word by word, "forced": of these forced, "counted": all of
-    them}}}.
+    A row is {"id", "scorer", "thoughts": [text, …], "tokens", "rates": {"0.5": …}}; a rate holds
+    {"thoughts": [text, …], "tokens"} and, in tokens counted word by word, {"kept", "forced",
+    "counted": all}.
     """
     count, rows = token_counter(codec), []
     for start in progress(range(0, len(trajectories), batch)):
         part = trajectories[start : start + batch]
         thoughts = [thoughts_of(trajectory, codec) for trajectory in part]
-        scored = iter(scorer.score_words([thought for turns in thoughts for thought in turns]))
+        scored = iter(scorer.score_words(list(chain.from_iterable(thoughts))))
         for trajectory, turns in zip(part, thoughts):
             pairs = [(thought.text, next(scored)) for thought in turns]
-            at = {
-                str(rate): [compress(text, words, rate, rules, count) for text, words in pairs]
-                for rate in rates
+            at = {}
+            for rate in rates:
+                found = [compress(text, words, rate, rules, count) for text, words in pairs]
+                at[str(rate)] = _summed(found)
+            row = {
+                "id": trajectory.question.id,
+                "scorer": scorer.name,
+                "thoughts": [text for text, _ in pairs],
+                "tokens": sum(count(text) for text, _ in pairs),
+                "rates": at,
             }
-            rows.append(
-                {
-                    "id": trajectory.question.id,
-                    "scorer": scorer.name,
-                    "thoughts": [text for text, _ in pairs],
-                    "tokens": sum(count(text) for text, _ in pairs),
-                    "rates": {rate: _summed(found) for rate, found in at.items()},
-                }
-            )
+            rows.append(row)
     return rows
 
 
@@ -169,15 +145,14 @@ def _summed(found: Sequence[Compression]) -> dict:
     return {
         "thoughts": [c.text for c in found],
         "tokens": sum(c.tokens for c in found),
-        "kept": sum(n for c in found for n, stays in zip(c.counts, c.kept) if stays),
-        "forced": sum(n for c in found for n, forced in zip(c.counts, c.forced) if forced),
-        "counted": sum(n for c in found for n in c.counts),
+        "kept": sum(c.marked(c.kept) for c in found),
+        "forced": sum(c.marked(c.forced) for c in found),
+        "counted": sum(sum(c.counts) for c in found),
     }
 
 
 def achieved_rates(rows: Sequence[dict]) -> pd.DataFrame:
-    """Per requested rate: what was achieved, what the threshold kept, and what was forced, as
-    shares of all tokens."""
+    """Per requested rate, as shares of all tokens: achieved, kept by the threshold, forced."""
     sums: dict[str, Counter] = {}
     for row in rows:
         for rate, found in row["rates"].items():

@@ -1,16 +1,16 @@
 """The ratio in the prompt, and training examples of turns compressed at that ratio.
 
 The prompt says `<eos>0.5<eos>` between the user's text and the template's own end of the turn, at
-ratio 1.0 too. Each sample gets one ratio, drawn at random; at 1.0 its turns are the recorded
-tokens, at others they are written anew around the compressed thought, by a codec of the model that
-is trained: one with a dual vocabulary writes thoughts in mirrors. The loss falls on everything that
-the policy wrote, and never on the condition or an observation.
+ratio 1.0 too. Each sample gets one ratio, drawn at random. At 1.0 its turns are the recorded
+tokens; at others they are written anew around the compressed thought. The codec of the trained
+model writes them: with a dual vocabulary, thoughts are written in mirrors. The loss falls on
+everything that the policy wrote, never on the condition or an observation.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from alar.methods.dual.codec import DualCodec
 from alar.protocol import Form, Prompted, Trusted
@@ -19,20 +19,19 @@ from alar.rollout.codec import Codec
 from alar.rollout.loop import with_form
 from alar.train.examples import Example, labels_from_origins
 
-Remap = Callable[[Example], Example]
-
 
 def conditioned_form(form: Form, ratio: float, eos: str) -> Form:
-    """A domain's form whose prompts state a ratio; `eos` is the text of that token. They raise
-    ValueError where the template does not close the user's turn with it."""
+    """A domain's form whose prompts state a ratio; `eos` is the text of that token.
+
+    The prompts raise ValueError if the template does not close the user's turn with it.
+    """
 
     def prompt(question: Question) -> Sequence[str]:
         pieces = list(form.prompt(question))
-        closing = [
-            i
-            for i, piece in enumerate(pieces)
-            if isinstance(piece, Trusted) and piece.startswith(eos)
-        ]
+        closing = []
+        for index, piece in enumerate(pieces):
+            if isinstance(piece, Trusted) and piece.startswith(eos):
+                closing.append(index)
         if not closing:
             raise ValueError(
                 f"the prompt of {question.id} has no {eos} that ends the user's turn, so a ratio"
@@ -70,10 +69,8 @@ def example_at(
         ids += trajectory.ids[cursor : turn.start]
         origins += trajectory.origins[cursor : turn.start]
         if recorded:
-            written, marks = (
-                trajectory.ids[turn.start : turn.end],
-                trajectory.origins[turn.start : turn.end],
-            )
+            written = trajectory.ids[turn.start : turn.end]
+            marks = trajectory.origins[turn.start : turn.end]
         else:
             written, marks = codec.think_turn(
                 thoughts[number], turn.action, turn.argument, first=number == 0
@@ -96,14 +93,10 @@ def prepared(
     codec: Codec,
     ratios: Sequence[float],
     seed: int,
-    *,
-    remap: Remap | None = None,
 ) -> tuple[list[Example], list[float]]:
-    """(examples, their ratios) from trajectories and their rows of
-    `alar.methods.tokenskip.compress`, in the same order.
+    """(examples, their ratios) from trajectories and their rows of `compressed_rows`, in order.
 
-    `remap` rewrites an example, such as for a model that learns from some positions only. Raises
-    ValueError for rows of other trajectories, or without one of the ratios.
+    Raises ValueError for rows of other trajectories, or without one of the ratios.
     """
     chosen = drawn_ratios(len(trajectories), ratios, seed)
     examples = []
@@ -119,6 +112,5 @@ def prepared(
                 f" {', '.join(row['rates'])} only: add it to tokenskip.compress_ratios"
             )
         thoughts = row["thoughts"] if ratio == 1 else row["rates"][str(ratio)]["thoughts"]
-        example = example_at(trajectory, thoughts, ratio, codec)
-        examples.append(remap(example) if remap else example)
+        examples.append(example_at(trajectory, thoughts, ratio, codec))
     return examples, chosen

@@ -1,10 +1,9 @@
-"""Word scores of LLMLingua-2 (arXiv 2403.12968) by its own library, for machines that have its
-weights.
+"""Word scores of LLMLingua-2 (arXiv 2403.12968) by its own library.
 
-The library is among the core packages; the weights (2.2 GB) come from the hub, or from a folder.
-Its chunking, its words and its probabilities are used as they are. Left out is what would disturb a
-run: its constructor seeds every generator of the process and fetches a tokenizer of OpenAI's, and
-every text is padded to 512 tokens.
+The library is among the core packages; the weights (2.2 GB) come from the hub or from a folder. Its
+chunking, its words and its probabilities are used as they are. What would disturb a run is left
+out: its constructor seeds every generator of the process and fetches a tokenizer of OpenAI's, and
+it pads every text to 512 tokens.
 """
 
 from __future__ import annotations
@@ -13,20 +12,16 @@ from collections.abc import Sequence
 
 import torch
 
-from alar.methods.tokenskip.threshold import OPERATORS
-from alar.methods.tokenskip.words import Thought, Word
+from alar.methods.tokenskip.words import OPERATORS, Thought, Word
 
 WEIGHTS = "microsoft/llmlingua-2-xlm-roberta-large-meetingbank"
-RULES = {
-    "xlm-roberta": "xlm-roberta-large",
-    "bert": "bert-base-multilingual-cased",
-}  # model type → whose words the library makes
+# Model type → the model whose words the library makes.
+RULES = {"xlm-roberta": "xlm-roberta-large", "bert": "bert-base-multilingual-cased"}
 INSTALL = "python -m pip install nltk tiktoken && python -m pip install --no-deps llmlingua"
 
 
 class LLMLingua2:
-    """`weights`: a name on the hub or a folder. Signs in `force_tokens` always begin a word, and
-    score 1.
+    """`weights`: a name on the hub or a folder. `force_tokens` always begin a word, and score 1.
 
     Raises ImportError without the library and OSError without the weights, each with the command
     that gets them.

@@ -1,16 +1,16 @@
 """Word scores from a language model, where LLMLingua-2 cannot be had.
 
-surprisal: what the model would have written anyway can go. A word's score is 1 − exp(−s) with s the
-mean of −log P(token | what is before) over its tokens: one minus the geometric mean of their
+surprisal: what the model would have written anyway can go. A word's score is 1 − exp(−s), with s
+the mean of −log P(token | what is before) over its tokens: one minus the geometric mean of their
 probabilities.
 
 gain: what the *action* makes likelier matters for it. The score is the logistic function of the
-mean of log P(token | what is before, action) − log P(token | what is before); the action that the
-turn ended in stands before the thought. LLMLingua-2 was distilled from a model that was told to
-keep what matters; this asks the policy itself.
+mean of log P(token | what is before, action) − log P(token | what is before). For the first term,
+the action that the turn ended in stands before the thought. LLMLingua-2 was distilled from a model
+that was told to keep what matters; this asks the policy itself.
 
 Both score the thought inside its turn, `<think>…</think>`, tokenised as the policy's turns are.
-Many thoughts share a forward pass; only the positions that predict a token of a thought get logits.
+Many thoughts share a forward pass. Only positions that predict a token of a thought get logits.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LanguageModelScorer(ABC):
     def _logprobs(
         self, contexts: Sequence[Sequence[int]], blocks: Sequence[_Block]
     ) -> list[np.ndarray]:
-        """log P of every token of each block behind its context."""
+        """log P of every token of each block behind its context: one array per block."""
         start = [self.codec.tokenizer.eos_token_id]
         rows = [
             [*(context or start), *block.ids]
@@ -66,17 +66,18 @@ class LanguageModelScorer(ABC):
         ]
         device = next(self.model.parameters()).device
         results: list[np.ndarray] = [np.zeros(0)] * len(rows)
+        # Longest first, so that rows of one batch are about equally long.
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
         while order:
             width = len(rows[order[0]])
             count = max(1, self.step_tokens // width)
             batch, order = order[:count], order[count:]
-            ids = torch.tensor(
-                [rows[i] + [0] * (width - len(rows[i])) for i in batch], device=device
-            )
-            mask = torch.tensor(
-                [[1] * len(rows[i]) + [0] * (width - len(rows[i])) for i in batch], device=device
-            )
+            ids = torch.zeros(len(batch), width, dtype=torch.long, device=device)  # (B, T)
+            mask = torch.zeros_like(ids)
+            for row, index in enumerate(batch):
+                length = len(rows[index])
+                ids[row, :length] = torch.tensor(rows[index])
+                mask[row, :length] = 1
             hidden = self.model.model(
                 input_ids=ids, attention_mask=mask, use_cache=False
             ).last_hidden_state  # (B, T, H)
@@ -84,13 +85,12 @@ class LanguageModelScorer(ABC):
             states = torch.cat(
                 [hidden[row, a - 1 : b - 1] for row, (a, b) in enumerate(spans)]
             )  # (N, H)
-            targets = torch.cat([ids[row, a:b] for row, (a, b) in enumerate(spans)])
-            logits = policy_logits(self.model, states)
+            targets = torch.cat([ids[row, a:b] for row, (a, b) in enumerate(spans)])  # (N)
+            logits = policy_logits(self.model, states)  # (N, V)
             found = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
-            pieces = found.cpu().numpy().astype(np.float64)
-            for index, piece in zip(
-                batch, np.split(pieces, np.cumsum([b - a for a, b in spans])[:-1])
-            ):
+            ends = np.cumsum([b - a for a, b in spans])
+            pieces = np.split(found.cpu().numpy().astype(np.float64), ends[:-1])
+            for index, piece in zip(batch, pieces):
                 results[index] = piece
         return results
 
@@ -100,18 +100,18 @@ class Surprisal(LanguageModelScorer):
 
     def _token_scores(self, thoughts, blocks):
         logprobs = self._logprobs([thought.context for thought in thoughts], blocks)
-        return [
-            [min(BELOW_ONE, float(-np.expm1(mean))) for mean in block.word_means(found)]
-            for block, found in zip(blocks, logprobs)
-        ]
+        scores = []
+        for block, found in zip(blocks, logprobs):
+            means = block.word_means(found)
+            scores.append([min(BELOW_ONE, float(-np.expm1(mean))) for mean in means])
+        return scores
 
 
 class Gain(LanguageModelScorer):
     name = "answer-conditioned gain"
 
     def _token_scores(self, thoughts, blocks):
-        """Raises ValueError for a thought whose action is unknown: there is nothing to condition
-        on."""
+        """Raises ValueError for a thought whose action is unknown."""
         if any(not thought.action for thought in thoughts):
             raise ValueError(
                 "scorer gain needs the action that each thought led to; for a bare text use"
@@ -120,18 +120,18 @@ class Gain(LanguageModelScorer):
         told = [[*thought.context, *self.codec.untrusted(thought.action)] for thought in thoughts]
         before = self._logprobs([thought.context for thought in thoughts], blocks)
         after = self._logprobs(told, blocks)
-        return [
-            [
-                min(BELOW_ONE, float(1 / (1 + np.exp(-mean))))
-                for mean in block.word_means(knowing - guessing)
-            ]
-            for block, guessing, knowing in zip(blocks, before, after)
-        ]
+        scores = []
+        for block, guessing, knowing in zip(blocks, before, after):
+            means = block.word_means(knowing - guessing)
+            scores.append([min(BELOW_ONE, float(1 / (1 + np.exp(-mean)))) for mean in means])
+        return scores
 
 
 class _Block:
-    """A thought as `<think>text</think>`: its ids, and which of them make which word. A token may
-    belong to two words."""
+    """A thought as `<think>text</think>`: its ids, and which of them make which word.
+
+    A token may belong to two words.
+    """
 
     def __init__(self, text: str, codec: Codec):
         encoded = codec.tokenizer(
@@ -145,9 +145,8 @@ class _Block:
         offsets, end = encoded["offset_mapping"], len(protocol.THINK_OPEN)
         for word in self.texts:
             start, end = end, end + len(word)
-            self.members.append(
-                [i for i, (first, last) in enumerate(offsets) if first < end and last > start]
-            )
+            members = [i for i, (first, last) in enumerate(offsets) if first < end and last > start]
+            self.members.append(members)
         self.counts = [max(1, len(codec.untrusted(word))) for word in self.texts]
 
     def word_means(self, values: np.ndarray) -> list[float]:

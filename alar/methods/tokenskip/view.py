@@ -1,5 +1,4 @@
-"""A compressed text as people read it: dropped words struck through, and why the achieved rate is
-not the requested one.
+"""A compressed text for people: dropped words struck through, and why the rate was not met.
 
 `compression_view` is live; `struck` is its static twin, the same text at several rates.
 """
@@ -17,8 +16,7 @@ from alar.inspector.fragments import boxed, escaped, table_html
 from alar.inspector.tokens import shortened
 from alar.inspector.widgets import View
 from alar.methods.tokenskip.compress import Compression, CountTokens, compress
-from alar.methods.tokenskip.threshold import Rules
-from alar.methods.tokenskip.words import Thought, Word, WordScorer
+from alar.methods.tokenskip.words import Rules, Thought, Word, WordScorer
 
 PASTED = -1  # the choice of the pasted text among the samples
 EXAMPLE = (
@@ -87,15 +85,19 @@ def reasons(found: Compression) -> str:
     """Requested against achieved, step by step, in tokens and as shares."""
     counted, chunks = sum(found.counts), len({word.chunk for word in found.words})
     kept, forced = round(found.kept_share * counted), round(found.forced_share * counted)
+    percentile = (
+        f"a percentile of {counted} numbers ({chunks} chunk{'s' * (chunks != 1)}), no word count:"
+        " whole words, ties together"
+    )
+    bold = "bold, such as digits and operators: kept whatever the rate"
+    whole = f"of {found.original_tokens}: the joined text is tokenised as a whole, not word by word"
+    wanted = f"{found.rate * counted:.1f}"
     rows = [
-        ("requested", f"{found.rate * counted:.1f}", f"{found.rate:.0%}", "of the tokens, counted word by word"),
-        ("above the threshold", kept, f"{found.kept_share:.0%}",
-         f"a percentile of {counted} numbers ({chunks} chunk{'s' * (chunks != 1)}), no word count: whole words, ties together"),
-        ("of all, forced", forced, f"{found.forced_share:.0%}",
-         "bold, such as digits and operators: kept whatever the rate, unless repeated ones are to go"),
-        ("achieved", found.tokens, f"{found.achieved:.0%}",
-         f"of {found.original_tokens}: the joined text is tokenised as a whole, not word by word"),
-    ]  # fmt: skip
+        ("requested", wanted, f"{found.rate:.0%}", "of the tokens, counted word by word"),
+        ("above the threshold", kept, f"{found.kept_share:.0%}", percentile),
+        ("of all, forced", forced, f"{found.forced_share:.0%}", bold),
+        ("achieved", found.tokens, f"{found.achieved:.0%}", whole),
+    ]
     return table_html(("", "tokens", "share", "why"), rows)
 
 
@@ -120,40 +122,34 @@ def struck(
     axes.set_ylim(len(found) * (lines + 1.6), -0.5)
     for block, compression in enumerate(found):
         top = block * (lines + 1.6)
-        head = (f"rate {compression.rate:g} → {compression.achieved:.0%} of {compression.original_tokens} tokens "
-                f"({compression.forced_share:.0%} forced)")  # fmt: skip
+        head = (
+            f"rate {compression.rate:g} → {compression.achieved:.0%} of"
+            f" {compression.original_tokens} tokens ({compression.forced_share:.0%} forced)"
+        )
         axes.text(0, top, head, fontsize=FONT - 1, color=GREY, va="center", parse_math=False)
         for word, (line, column), stays, forced in zip(
             words, placed, compression.kept, compression.forced
         ):
             shown, y = word.text.strip(), top + 1 + line
-            colour = VERMILLION if not stays else BLUE if forced else BLACK
-            axes.text(
-                column,
-                y,
-                shown,
-                family="DejaVu Sans Mono",
-                fontsize=FONT,
-                color=colour,
-                va="center",
-                parse_math=False,
-            )
+            colour = BLUE if forced else BLACK
+            if not stays:
+                colour = VERMILLION
+            style = {"family": "DejaVu Sans Mono", "fontsize": FONT, "color": colour}
+            axes.text(column, y, shown, va="center", parse_math=False, **style)
             if not stays:
                 axes.plot([column, column + len(shown)], [y, y], color=VERMILLION, linewidth=0.8)
     footnote(figure, f"scorer: {scorer}", "struck through: dropped", "blue: forced")
-    return figure, pd.DataFrame(
-        [
-            {
-                "rate": c.rate,
-                "word": word.text,
-                "score": word.score,
-                "forced": forced,
-                "kept": stays,
-            }
-            for c in found
-            for word, stays, forced in zip(c.words, c.kept, c.forced)
-        ]
-    )
+    parts = []
+    for compression in found:
+        about = {
+            "rate": compression.rate,
+            "word": [word.text for word in compression.words],
+            "score": [word.score for word in compression.words],
+            "forced": compression.forced,
+            "kept": compression.kept,
+        }
+        parts.append(pd.DataFrame(about))
+    return figure, pd.concat(parts, ignore_index=True)
 
 
 def _placed(words: Sequence[str]) -> list[tuple[int, int]]:

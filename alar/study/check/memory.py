@@ -1,17 +1,17 @@
-"""Bytes that each stage holds on one device, from the size of the model and the parameters:
-estimates, and upper ones.
+"""Bytes that each stage holds on one device: upper estimates, from the model's size and parameters.
 
-    training    weights 4 P + gradients 4 t + AdamW 8 t + activations 4 a · tokens + logits 3 · 4 V · scored
-    rollouts    weights + KV cache of the rollouts that run at once, each at its longest; vLLM queues what has no room, so that
-                16 at once are asked of it
-    AR-GRPO     single: training of one part + the reference's 4 P + KV cache
-                verl:   training of a micro-batch under gradient checkpointing in bfloat16, the first three divided by the
-                        GPUs of all nodes (FSDP), + vLLM's weights and KV cache, divided by
-                        tensor_parallel
+    training   weights 4 P + gradients 4 t + AdamW 8 t
+               + activations 4 a · tokens + logits 3 · 4 V · tokens with loss
+    rollouts   weights + KV cache of the rollouts that run at once, each at its longest
+               (vLLM queues what has no room, so 16 at once are asked of it)
+    AR-GRPO    single: training of one part + the reference's 4 P + KV cache
+               verl:   training of a micro-batch under gradient checkpointing in bfloat16, its first
+                       three terms divided by the GPUs of all nodes (FSDP),
+                       + vLLM's weights and KV cache, divided by tensor_parallel
 
 P parameters, t those that train, a activation values per token, V vocabulary. Notebooks train and
-decode on one device. They and verl's actor keep weights in float32, vLLM computes in bfloat16. With
-LoRA verl's reference is the actor without its adapters.
+decode on one device. They and verl's actor keep weights in float32; vLLM computes in bfloat16. With
+LoRA, verl's reference is the actor without its adapters.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from alar.methods.config import SelfTraining, Tokenskip
 from alar.study.check.sizes import Size
-from alar.study.params.methods import SelfTraining, Tokenskip
 from alar.study.params.sections import Experiment
 
 GIB = 2**30
@@ -47,27 +47,26 @@ class Need:
 
 
 def gib(count: float) -> str:
-    """12.3, 0.45, 0.001: three figures at most."""
+    """Bytes in GiB, three figures at most: 123, 12.3, 0.45, 0.001."""
     value = count / GIB
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
 def context_tokens(experiment: Experiment, domain: str) -> int:
     """Tokens of the longest trajectory that the parameters allow."""
     rollout = experiment.rollout
-    observed = (
-        (rollout.max_turns - 1) * experiment.retrieval.topk * PASSAGE_TOKENS
-        if domain == "search"
-        else 0
-    )
+    observed = 0
+    if domain == "search":
+        observed = (rollout.max_turns - 1) * experiment.retrieval.topk * PASSAGE_TOKENS
     return PROMPT_TOKENS[domain] + rollout.max_turns * rollout.max_new_tokens + observed
 
 
 def training(
     size: Size, trainable: int, *, tokens: int, scored: int, processes: int = 1
 ) -> dict[str, int]:
-    """One process's share of a training step over `tokens` tokens, `scored` of them with loss, at a
-    time."""
+    """One process's share of a training step over `tokens` tokens, `scored` of them with loss."""
     return {
         "weights": math.ceil(4 * size.parameters / processes),
         "gradients": math.ceil(4 * trainable / processes),
@@ -78,6 +77,7 @@ def training(
 
 
 def decoding(size: Size, rows: int, tokens: int, *, itemsize: int) -> dict[str, int]:
+    """`rows` rollouts of `tokens` tokens at once, in numbers of `itemsize` bytes."""
     return {
         "weights": itemsize * size.parameters,
         "KV cache": itemsize * size.kv_values * rows * tokens,
@@ -87,35 +87,18 @@ def decoding(size: Size, rows: int, tokens: int, *, itemsize: int) -> dict[str, 
 def needs(
     experiment: Experiment, size: Size, domain: str, stages: frozenset[str], gpus: int = 1
 ) -> list[Need]:
-    """What the given stages ("02", …) hold on a device; verl shares its work over `gpus` of them on
-    each node."""
+    """What the given stages ("02", …) hold on a device; verl shares its work over `gpus` a node."""
     tokens = context_tokens(experiment, domain)
     scored = experiment.rollout.max_turns * experiment.rollout.max_new_tokens
     found = []
     if stages & {"02", "06"}:
-        vllm = experiment.rollout.engine == "vllm"
-        rows = (
-            min(experiment.rollout.batch_size, VLLM_SEQUENCES)
-            if vllm
-            else experiment.rollout.batch_size
-        )
-        found.append(
-            Need("02 and 06, rollouts", decoding(size, rows, tokens, itemsize=2 if vllm else 4))
-        )
-    for stage, name, section in (
-        ("03", "03_aasd", experiment.aasd),
-        ("04", "04_mode_warmup", experiment.warmup),
-    ):
-        if stage in stages:
-            trainable = size.trainable(section.trainable, section.lora_rank)
-            rows = section.batch_size
-            found.append(
-                Need(name, training(size, trainable, tokens=rows * tokens, scored=rows * scored))
-            )
-    for name, section in {
-        "12_tokenskip": experiment.tokenskip,
-        "13_self_training": experiment.self_training,
-    }.items():
+        found.append(Need("02 and 06, rollouts", _rollouts(experiment, size, tokens)))
+    supervised = {"03_aasd": experiment.aasd, "04_mode_warmup": experiment.warmup}
+    for name, section in supervised.items():
+        if name[:2] in stages:
+            found.append(Need(name, _supervised(section, size, tokens, scored)))
+    sampled = {"12_tokenskip": experiment.tokenskip, "13_self_training": experiment.self_training}
+    for name, section in sampled.items():
         if name[:2] in stages:
             found += _sampled_and_trained(name, section, experiment, size, tokens)
     if "05" in stages:
@@ -123,33 +106,32 @@ def needs(
     return found
 
 
+def _rollouts(experiment: Experiment, size: Size, tokens: int) -> dict[str, int]:
+    rows = experiment.rollout.batch_size
+    if experiment.rollout.engine == "vllm":
+        return decoding(size, min(rows, VLLM_SEQUENCES), tokens, itemsize=2)
+    return decoding(size, rows, tokens, itemsize=4)
+
+
+def _supervised(section, size: Size, tokens: int, scored: int) -> dict[str, int]:
+    rows = section.batch_size
+    trainable = size.trainable(section.trainable, section.lora_rank)
+    return training(size, trainable, tokens=rows * tokens, scored=rows * scored)
+
+
 def _sampled_and_trained(
-    name: str, given: Tokenskip | SelfTraining, experiment: Experiment, size: Size, tokens: int
+    name: str, section: Tokenskip | SelfTraining, experiment: Experiment, size: Size, tokens: int
 ) -> list[Need]:
-    """Samples, behind exemplars as long as whole trajectories if there are any, and the training on
-    them."""
+    """Samples, each behind its exemplars, which are as long as trajectories; and the training."""
     turns = experiment.rollout.max_turns
-    if given.dataset:
+    if section.dataset:  # a question and one answer
         tokens, turns = PROMPT_TOKENS["search"] + experiment.rollout.max_new_tokens, 1
-    vllm = experiment.rollout.engine == "vllm"
-    rows = (
-        min(experiment.rollout.batch_size, VLLM_SEQUENCES)
-        if vllm
-        else experiment.rollout.batch_size
-    )
-    longest = min(size.positions, (1 + getattr(given, "exemplars", 0)) * tokens)
-    trainable, scored = (
-        size.trainable(given.trainable, given.lora_rank),
-        turns * experiment.rollout.max_new_tokens,
-    )
+    exemplars = section.exemplars if isinstance(section, SelfTraining) else 0
+    longest = min(size.positions, (1 + exemplars) * tokens)
+    scored = turns * experiment.rollout.max_new_tokens
     return [
-        Need(f"{name[:2]}, samples", decoding(size, rows, longest, itemsize=2 if vllm else 4)),
-        Need(
-            name,
-            training(
-                size, trainable, tokens=given.batch_size * tokens, scored=given.batch_size * scored
-            ),
-        ),
+        Need(f"{name[:2]}, samples", _rollouts(experiment, size, longest)),
+        Need(name, _supervised(section, size, tokens, scored)),
     ]
 
 
@@ -157,51 +139,43 @@ def _reinforcement(experiment: Experiment, size: Size, tokens: int, scored: int,
     rl = experiment.rl
     trainable = size.trainable(rl.trainable, rl.lora_rank, projector=rl.train_projector)
     rows = rl.prompts_per_step * rl.group_size
-    if rl.trainer == "verl":
-        gpus *= rl.nodes
-        own = math.ceil(rows / gpus)
-        part = math.ceil(own / rl.gradient_accumulation)
-        parts = training(
-            size, trainable, tokens=part * tokens, scored=part * scored, processes=gpus
-        )
-        parts["activations"] = 2 * size.checkpointed_values * part * tokens
-        rollouts = decoding(size, min(VLLM_SEQUENCES, own), tokens, itemsize=2)
-        rollouts = {name: math.ceil(count / rl.tensor_parallel) for name, count in rollouts.items()}
-        reference = 0 if rl.trainable == "lora" else math.ceil(4 * size.parameters / gpus)
-        extra = {
-            "reference": reference,
-            "vLLM weights": rollouts["weights"],
-            "KV cache": rollouts["KV cache"],
-        }
-    else:
+    if rl.trainer == "single":
         part = math.ceil(rows / rl.gradient_accumulation)
         parts = training(size, trainable, tokens=part * tokens, scored=part * scored)
         rollouts = decoding(size, min(rows, experiment.rollout.batch_size), tokens, itemsize=4)
         extra = {"reference": 4 * size.parameters, "KV cache": rollouts["KV cache"]}
+        return Need("05_ar_grpo", parts | extra)
+    gpus *= rl.nodes
+    own = math.ceil(rows / gpus)
+    part = math.ceil(own / rl.gradient_accumulation)
+    parts = training(size, trainable, tokens=part * tokens, scored=part * scored, processes=gpus)
+    parts["activations"] = 2 * size.checkpointed_values * part * tokens
+    rollouts = decoding(size, min(VLLM_SEQUENCES, own), tokens, itemsize=2)
+    extra = {
+        "reference": 0 if rl.trainable == "lora" else math.ceil(4 * size.parameters / gpus),
+        "vLLM weights": math.ceil(rollouts["weights"] / rl.tensor_parallel),
+        "KV cache": math.ceil(rollouts["KV cache"] / rl.tensor_parallel),
+    }
     return Need("05_ar_grpo", parts | extra)
 
 
 def fewest_gpus(
     experiment: Experiment, size: Size, domain: str, stages: frozenset[str], memory: int
 ) -> int | None:
-    """How many GPUs with `memory` bytes each are enough, of `GPU_COUNTS`; None if no number of them
-    is."""
-    for count in GPU_COUNTS:
-        if all(need.total <= memory for need in needs(experiment, size, domain, stages, count)):
-            return count
+    """How many GPUs of `memory` bytes are enough, of `GPU_COUNTS`; None if no number of them is."""
+    for gpus in GPU_COUNTS:
+        if all(need.total <= memory for need in needs(experiment, size, domain, stages, gpus)):
+            return gpus
     return None
 
 
 def host_bytes(size: Size) -> int:
-    """Notebook 01 holds the base in float32 and the latent model, at last in float64, beside each
-    other."""
+    """Notebook 01 holds the base in float32 beside the latent model, which is float64 at last."""
     return 4 * size.base + 8 * size.parameters
 
 
 def written_bytes(experiment: Experiment, size: Size) -> int:
-    """What a run writes: base, latent model and three checkpoints in float32, and the state that
-    AR-GRPO resumes from."""
+    """A run writes base, latent model, three checkpoints in float32, and AR-GRPO's resume state."""
     rl = experiment.rl
-    return 20 * size.parameters + 12 * size.trainable(
-        rl.trainable, rl.lora_rank, projector=rl.train_projector
-    )
+    trainable = size.trainable(rl.trainable, rl.lora_rank, projector=rl.train_projector)
+    return 20 * size.parameters + 12 * trainable

@@ -1,10 +1,9 @@
-"""How large a model is, before it is there: its architecture on the meta device, from the numbers
-of its config.
+"""How large a model is, before it is there: its architecture on the meta device.
 
-The config comes from a local folder or the hub's cache; for the published bases that are in
-neither, from `PUBLISHED`, the `config.json` of the models' hub pages. Everything else (parameters,
-LoRA, KV cache, activations) is counted on the modules that the study itself would build, so that a
-number here cannot differ from the model there.
+The config comes from a local folder or from the hub's cache; for published bases that are in
+neither, from `PUBLISHED`, which repeats the `config.json` of the models' hub pages. All else is
+counted on the modules that the study itself would build, so the numbers here are those of the
+model.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 
 from alar.model.checkpoints import FAMILIES, resolve
+from alar.study.check.data import hub_folder
 from alar.study.params.sections import Experiment
 from alar.train.pretrain import build_model
 from alar.train.supervised import LORA_TARGETS
@@ -56,8 +55,7 @@ _QWEN3_4B_2507 = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 262144,
 }
-# Search-R1's checkpoints are trained Qwen2.5 bases of the same shape, and so is the
-# instruction-tuned one.
+# Instruct models and Search-R1's checkpoints have the shape of their Qwen2.5 base.
 PUBLISHED = {
     "Qwen/Qwen2.5-3B": _QWEN25_3B,
     "Qwen/Qwen2.5-3B-Instruct": _QWEN25_3B,
@@ -70,8 +68,7 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Size:
-    """Counts of one latent model. `kv_values`, `activation_values`: numbers kept per token, over
-    all layers."""
+    """Counts of one latent model; the last three are numbers kept per token, over all layers."""
 
     source: str  # where the config is from
     base: int  # parameters without the projector, tied weights once
@@ -80,7 +77,7 @@ class Size:
     vocabulary: int
     positions: int
     kv_values: int
-    activation_values: int  # estimate, without gradient checkpointing: see `measure`
+    activation_values: int  # estimate, without gradient checkpointing: see `size_of_model`
     checkpointed_values: int  # with it: the input of every layer, and all of one
 
     @property
@@ -89,25 +86,16 @@ class Size:
 
     def trainable(self, kind: str, lora_rank: int, *, projector: bool = True) -> int:
         """Parameters that train: "full" or "lora" of that rank, and the projector or not."""
-        return (self.base if kind == "full" else lora_rank * self.lora_per_rank) + (
-            self.projector if projector else 0
-        )
+        count = self.base if kind == "full" else lora_rank * self.lora_per_rank
+        return count + self.projector if projector else count
 
 
 def known_config(base: str, domain: str) -> tuple[dict, str] | None:
-    """(config.json, where it is from) of `model.base`; None for a hub model that is neither cached
-    nor published here."""
-    folder = Path(resolve(base, domain))
-    cached = None if folder.is_dir() else try_to_load_from_cache(base, "config.json")
-    path = (
-        folder / "config.json"
-        if folder.is_dir()
-        else Path(cached)
-        if isinstance(cached, str)
-        else None
-    )
-    if path is not None:
-        return json.loads(path.read_text(encoding="utf-8")), "its config.json"
+    """(config.json, where it is from) of `model.base`; None for an unknown model of the hub."""
+    named = Path(resolve(base, domain))
+    folder = named if named.is_dir() else hub_folder(base)
+    if folder is not None and (named.is_dir() or (folder / "config.json").exists()):
+        return json.loads((folder / "config.json").read_text(encoding="utf-8")), "its config.json"
     if base in PUBLISHED:
         return PUBLISHED[base], "the published config"
     return None
@@ -121,32 +109,26 @@ def size_of(experiment: Experiment, domain: str) -> Size | None:
     """
     if experiment.model.base == "scratch":
         with torch.device("meta"):
-            config = build_model(
-                experiment.pretrain, SimpleNamespace(eos_token_id=0, pad_token_id=0)
-            ).config.to_dict()
-        source = "pretrain"
-    else:
-        found = known_config(experiment.model.base, domain)
-        if found is None:
-            return None
-        config, source = found
-    return measure(meta_model(config, experiment), source)
+            tokens = SimpleNamespace(eos_token_id=0, pad_token_id=0)
+            config = build_model(experiment.pretrain, tokens).config.to_dict()
+        return size_of_model(meta_model(config, experiment), "pretrain")
+    found = known_config(experiment.model.base, domain)
+    if found is None:
+        return None
+    config, source = found
+    return size_of_model(meta_model(config, experiment), source)
 
 
 def meta_model(config: dict, experiment: Experiment) -> torch.nn.Module:
-    """The latent model that `from_base` would make of a base with this config, without memory for
-    its weights."""
+    """The latent model that `from_base` would make of this base, without memory for its weights."""
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ValueError(
             f"architecture {family!r} has no latent version; supported: {', '.join(FAMILIES)}"
         )
     config_class, model_class = FAMILIES[family]
-    kept = {
-        key: value
-        for key, value in config.items()
-        if key not in ("model_type", "architectures", "transformers_version")
-    }
+    dropped = ("model_type", "architectures", "transformers_version")
+    kept = {key: value for key, value in config.items() if key not in dropped}
     wanted = experiment.model
     options = {
         "num_latent": wanted.num_latent,
@@ -159,7 +141,7 @@ def meta_model(config: dict, experiment: Experiment) -> torch.nn.Module:
         return model_class(config_class(**kept | options))
 
 
-def measure(model: torch.nn.Module, source: str = "") -> Size:
+def size_of_model(model: torch.nn.Module, source: str = "") -> Size:
     """Counts of a latent model, on whatever device it is.
 
     Activations per token and layer, in values: 6 h around the two norms and the residual stream, 3
@@ -170,17 +152,16 @@ def measure(model: torch.nn.Module, source: str = "") -> Size:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     queries, keys = head * config.num_attention_heads, head * config.num_key_value_heads
     projector = sum(p.numel() for p in model.model.projector.parameters())
-    adapted = [
-        m
-        for name, m in model.model.layers.named_modules()
-        if name.rsplit(".", 1)[-1] in LORA_TARGETS
-    ]
+    adapters = 0
+    for name, module in model.model.layers.named_modules():
+        if name.rsplit(".", 1)[-1] in LORA_TARGETS:
+            adapters += module.in_features + module.out_features
     per_layer = 6 * config.hidden_size + 3 * queries + 2 * keys + 4 * config.intermediate_size
     return Size(
         source=source,
         base=sum(p.numel() for p in model.parameters()) - projector,
         projector=projector,
-        lora_per_rank=sum(m.in_features + m.out_features for m in adapted),
+        lora_per_rank=adapters,
         vocabulary=config.vocab_size,
         positions=config.max_position_embeddings,
         kv_values=2 * config.num_hidden_layers * keys,

@@ -1,14 +1,16 @@
-"""Parameter files: reading, checking as a whole, and flattening for one notebook.
+"""Parameter files: read in layers, checked as a whole, and flattened for one notebook.
 
 A file is a YAML mapping of sections (`alar.study.params.sections`). It may say `extends:
-other.yaml` (beside it, one level) and hold `variants:`, a mapping from a name to sections that
-differ and, optionally, `only: ["01", "03"]`. A domain's name, `search:` or `tool:`, holds the
-sections that differ in that domain, at the top of a file or in a variant. Layers are merged in this
-order: defaults, the extended file, the file, the variant, each of them followed by what it says
-about the domain, then `section.key=value` overrides. Nothing runs before everything has been
-checked, and all problems are reported at once, each with its file, key and remedy. What a notebook
-receives is decided by its own `parameters` cell (`alar.study.params.notebooks`), so that a misspelt
-name can be neither injected nor ignored.
+other.yaml` (a file beside it, one level) and hold `variants:`, which maps a name to the sections
+that differ and, optionally, `only: ["01", "03"]`. A domain's name, `search:` or `tool:`, holds the
+sections that differ in that domain, at the top of a file or in a variant.
+
+Later layers win: defaults < extended file < file < variant < `section.key=value` overrides; each of
+these is followed by what it says about the domain.
+
+Nothing runs before everything has been checked. All problems are reported at once, each with its
+file, its section.key and a remedy. A notebook's own `parameters` cell decides what the notebook
+receives (`alar.study.params.notebooks`), so a misspelt name is neither injected nor ignored.
 """
 
 import re
@@ -19,11 +21,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from alar.parameters import DATA_FILES
 from alar.study.params.files import (
     ParameterError,
     did_you_mean,
-    kind_of,
     parse_value,
+    problem_lines,
     read_document,
     shown_path,
 )
@@ -37,25 +40,16 @@ from alar.study.params.sections import (
     section_models,
 )
 
-RUN_FOLDER_NAME = "run_dir"  # injected by the runner, with `domain`
-NOT_INJECTED = {
-    "name",
-    "domains",
-    "jobs",
-}  # of section `run`: they are the runner's, no notebook reads them
-USED_BY_RUNNER = NOT_INJECTED | {
-    "threads"
-}  # of section `run`: they act even if no notebook declares them
-DATA_FILES = (
-    ".jsonl",
-    ".json",
-    ".parquet",
-)  # a value that ends so is meant as a file, not as a name
+RUN_FOLDER_NAME = "run_dir"  # the runner injects it, with `domain`
+# Of section `run`: what no notebook reads, and what acts even if no notebook declares it.
+NOT_INJECTED = {"name", "domains", "jobs"}
+USED_BY_RUNNER = NOT_INJECTED | {"threads"}
 
+Layer = tuple[str, dict[str, Any]]  # (where it stands, its sections)
 Absent = tuple[str, str, str]  # (section, key, value) of a location that does not exist
 
 
-def load(
+def load_experiment(
     path: str | Path,
     overrides: Iterable[str] = (),
     *,
@@ -64,17 +58,14 @@ def load(
     root: str | Path = ".",
     absent: list[Absent] | None = None,
 ) -> Experiment:
-    """The experiment that a file describes (one of its variants, if named) in a domain: its first
-    one, if none is named.
+    """What a file (or one of its variants) says about a domain; without a name, about its first.
 
-    overrides: "section.key=value", later ones win. root: where relative locations are looked up
-    besides the current folder. absent: a list that takes the locations that do not exist, which are
-    a problem without it. Raises ParameterError with every problem found, in the parts of the other
-    domain too.
+    overrides: "section.key=value"; later ones win. root: relative locations are looked up there
+    and in the current folder. absent: a list that takes the locations that do not exist; without
+    it they are problems. Raises ParameterError with every problem, also those of other domains.
     """
-    return _all_domains(shown_path(path), tuple(overrides), variant, Path(root), absent, domain)[
-        domain or ""
-    ]
+    found = _by_domain(shown_path(path), overrides, variant, Path(root), absent, domain)
+    return found[domain or next(iter(found))]
 
 
 def load_variants(
@@ -84,18 +75,15 @@ def load_variants(
     root: str | Path = ".",
     absent: list[Absent] | None = None,
 ) -> dict[str, dict[str, Experiment]]:
-    """Variant name → domain → experiment, in file order; the one variant of a file without them is
-    "".
+    """Variant → domain (those of its `run.domains`) → experiment, in the order of the file.
 
-    The domains are those of the variant's `run.domains`.
+    A file without variants has one, "".
     """
-    path, overrides = shown_path(path), tuple(overrides)
-    names = list(read_document(path)[1]) or [""]
+    path, overrides = shown_path(path), list(overrides)
     experiments, problems = {}, []
-    for name in names:
+    for name in read_document(path).variants or [""]:
         try:
-            found = _all_domains(path, overrides, name or None, Path(root), absent)
-            experiments[name] = {domain: found[domain] for domain in found[""].run.domains}
+            experiments[name] = _by_domain(path, overrides, name or None, Path(root), absent)
         except ParameterError as error:
             problems += error.problems
     if problems:
@@ -103,50 +91,35 @@ def load_variants(
     return experiments
 
 
-def _all_domains(
-    path: Path,
-    overrides: tuple[str, ...],
-    variant: str | None,
-    root: Path,
-    absent: list[Absent] | None,
-    wanted: str | None = None,
-) -> dict[str, Experiment]:
-    """Domain → experiment; "" is the first of `run.domains`. Domains that are not run are checked,
-    but for their locations."""
-    experiments, problems = {}, []
-    try:
-        domains = _assemble(path, overrides, variant, "", root, []).run.domains
-    except ParameterError as error:
-        domains, problems = [], error.problems
-    for domain in DOMAINS:
-        run = domain in domains or domain == wanted
-        try:
-            experiments[domain] = found = _assemble(
-                path, overrides, variant, domain, root, absent if run else []
-            )
-            problems += _unknown_types(found, domain, path) if run else []
-        except ParameterError as error:
-            problems = [
-                *problems,
-                *(problem for problem in error.problems if problem not in problems),
-            ]
-    if problems:
-        raise ParameterError(problems)
-    return experiments | {"": experiments[domains[0]]}
-
-
-def _unknown_types(experiment: Experiment, domain: str, path: Path) -> list[str]:
-    known = QUESTION_TYPES[domain]
-    source = next(
-        (where for section, key, where in experiment.stated if (section, key) == ("rl", "types")),
-        path,
-    )
-    return [
-        f"{source}: rl.types: {kind!r} is no type of the {domain} domain's"
-        f" questions{did_you_mean(kind, known)}; they are {', '.join(known)}"
-        for kind in experiment.rl.types
-        if kind not in known
-    ]
+def merge(layers: list[Layer], domain: str) -> tuple[dict, dict, list[str]]:
+    """(section → key → value, (section, key) → where it stands, problems); later layers win."""
+    values: dict[str, dict[str, Any]] = {}
+    where: dict[tuple[str, str], str] = {}
+    problems = []
+    for place, content in layers:
+        shared = {name: part for name, part in content.items() if name not in DOMAINS}
+        own = content.get(domain) or {}
+        if not isinstance(own, dict):
+            problems.append(f"{place}: {domain}: must hold sections, not {own!r}")
+            own = {}
+        if "run" in own:
+            problems.append(f"{place}: {domain}.run: belongs to all domains; move it to the top")
+        for source, part in ((place, shared), (f"{place}: {domain}", own)):
+            for section, given in part.items():
+                if section not in section_models():
+                    problems.append(
+                        f"{source}: {section}: unknown section"
+                        f"{did_you_mean(section, section_models())}"
+                        f"; the sections are {', '.join(section_models())}"
+                    )
+                elif not isinstance(given, dict | None):
+                    problems.append(
+                        f"{source}: {section}: must hold keys and values, not {given!r}"
+                    )
+                else:
+                    values.setdefault(section, {}).update(given or {})
+                    where |= {(section, key): source for key in given or {}}
+    return values, where, problems
 
 
 def flatten(
@@ -158,32 +131,35 @@ def flatten(
 ) -> dict[str, Any]:
     """The flat parameters of one notebook: what its `parameters` cell declares, and nothing else.
 
-    notebook: path of the .ipynb, or only its stem, which gives every name that it could declare.
+    notebook: path of the .ipynb, or its stem, which gives every name that it could declare.
     """
     notebook = Path(notebook)
-    available = _available(experiment, notebook.stem)
+    values = experiment.model_dump()
+    available = {
+        name: values[section][key] for name, (section, key) in _names(notebook.stem).items()
+    }
     available["domain"] = domain or experiment.run.domains[0]
     available[RUN_FOLDER_NAME] = run_dir or f"runs/{experiment.run.name}/{available['domain']}"
     if notebook.suffix != ".ipynb":
         return available
     declared = declared_parameters(notebook)
-    unknown = [
-        _unknown_name(notebook, name, available) for name in declared if name not in available
-    ]
+    unknown = [name for name in declared if name not in available]
     if unknown:
-        raise ParameterError(unknown)
+        raise ParameterError(_unknown_name(notebook, name, available) for name in unknown)
     return {name: available[name] for name in declared}
 
 
 def origin(notebook: str | Path, name: str) -> tuple[str, str]:
-    """The (section, key) that the flat name of a notebook's parameter comes from; ("", name) for
-    injected ones."""
+    """(section, key) behind a flat name of a notebook; ("", name) for what the runner injects."""
     return _names(Path(notebook).stem).get(name, ("", name))
 
 
 def check_notebooks(experiment: Experiment, notebooks_dir: str | Path) -> None:
-    """Compare the experiment with the notebooks' `parameters` cells; raise ParameterError with
-    every mismatch."""
+    """Compare the experiment with the notebooks' `parameters` cells.
+
+    Raises ParameterError with every name that no section has, every default of another type, and
+    every stated key that no notebook declares.
+    """
     problems, declared_anywhere = [], set()
     for notebook in numbered(notebooks_dir):
         try:
@@ -191,289 +167,191 @@ def check_notebooks(experiment: Experiment, notebooks_dir: str | Path) -> None:
         except NotebookError as error:
             problems.append(str(error))
             continue
-        names = _names(notebook.stem)
         available = flatten(experiment, notebook.stem)
         for name, default in declared.items():
             if name not in available:
                 problems.append(_unknown_name(notebook, name, available))
                 continue
-            declared_anywhere.add(names.get(name))
-            if not _same_kind(default, available[name]):
+            section, key = origin(notebook, name)
+            declared_anywhere.add((section, key))
+            if not _same_type(default, available[name]):
                 problems.append(
-                    f"{notebook}: parameters cell: {name} = {default!r} is {kind_of(default)}, but"
-                    f" the parameter {'.'.join(names.get(name, ('run', name)))} is"
-                    f" {kind_of(available[name])}"
+                    f"{notebook}: parameters cell: {name} = {default!r} is of"
+                    f" type {type(default).__name__}, but the parameter {section}.{key} is of type"
+                    f" {type(available[name]).__name__}"
                 )
     for section, key, where in experiment.stated:
         if (section, key) in declared_anywhere or (section == "run" and key in USED_BY_RUNNER):
             continue
-        declared_keys = [k for s, k in filter(None, declared_anywhere) if s == section]
-        owner = next((stem for stem, own in OWN_SECTION.items() if own == section), "")
-        remedy = (
-            f"add {key} to the parameters cell of {owner}"
-            if owner
-            else f"add {section}_{key} to the parameters cell of the notebook that uses it"
-        )
+        known = [other for owner, other in declared_anywhere if owner == section]
+        owners = [stem for stem, own in OWN_SECTION.items() if own == section]
+        if owners:
+            remedy = f"add {key} to the parameters cell of {owners[0]}"
+        else:
+            remedy = f"add {section}_{key} to the parameters cell of the notebook that uses it"
         problems.append(
-            f"{where}: {section}.{key}: no notebook declares it{did_you_mean(key, declared_keys)}; "
-            f"remove the key, or {remedy}"
+            f"{where}: {section}.{key}: no notebook declares it{did_you_mean(key, known)};"
+            f" remove the key, or {remedy}"
         )
     if problems:
         raise ParameterError(problems)
 
 
-def differing_defaults(experiment: Experiment, notebooks_dir: str | Path) -> list[str]:
-    """Lines for every `parameters` cell whose default is not the experiment's value (by hand and
-    headless differ)."""
-    lines = []
-    for notebook in numbered(notebooks_dir):
-        names, available = _names(notebook.stem), flatten(experiment, notebook.stem)
-        for name, default in declared_parameters(notebook).items():
-            if name in names and name in available and default != available[name]:
-                lines.append(
-                    f"{notebook.name}: {name} = {default!r}, but {'.'.join(names[name])} is"
-                    f" {available[name]!r}"
-                )
-    return lines
+def _by_domain(
+    path: Path,
+    overrides: Iterable[str],
+    variant: str | None,
+    root: Path,
+    absent: list[Absent] | None,
+    wanted: str | None = None,
+) -> dict[str, Experiment]:
+    """Domain → experiment for the domains of `run.domains`, and for `wanted`.
+
+    Domains that are not run are checked too, except for their locations and question types.
+    """
+    layers, only = _layers(path, variant)
+    drafts, places, problems = {}, {}, []
+    for override in overrides:
+        try:
+            layers.append(_override(override))
+        except ParameterError as error:
+            problems += error.problems
+    for domain in DOMAINS:
+        values, where, found = merge(layers, domain)
+        problems += found
+        try:
+            drafts[domain], places[domain] = Experiment.model_validate(values), where
+        except ValidationError as error:
+            problems += problem_lines(
+                error, lambda section, key, where=where: where.get((section, key), path), _nearest
+            )
+            continue
+        for dotted, problem in drafts[domain].inconsistencies():
+            source = where.get(tuple(dotted.split(".")), path)
+            problems.append(f"{source}: {dotted}: {problem}")
+
+    run = next(iter(drafts.values())).run.domains if drafts else []
+    experiments = {}
+    for domain in dict.fromkeys([*run, wanted]):
+        if domain not in drafts:
+            continue
+        where = places[domain]
+        experiment, missing = _resolve_locations(drafts[domain], root)
+        if absent is not None:
+            absent += [place for place in missing if place not in absent]
+        else:
+            problems += [
+                f"{where.get((section, key), path)}: {section}.{key}: {value} does not exist"
+                f" (looked in {Path.cwd()} and {root.resolve()})"
+                for section, key, value in missing
+            ]
+        known = QUESTION_TYPES[domain]
+        problems += [
+            f"{where.get(('rl', 'types'), path)}: rl.types: {kind!r} is no type of the {domain}"
+            f" domain's questions{did_you_mean(kind, known)}; they are {', '.join(known)}"
+            for kind in experiment.rl.types
+            if kind not in known
+        ]
+        stated = tuple((section, key, source) for (section, key), source in where.items())
+        experiments[domain] = experiment.model_copy(update={"only": only, "stated": stated})
+    if problems:
+        raise ParameterError(problems)
+    return experiments
+
+
+def _layers(path: Path, variant: str | None) -> tuple[list[Layer], tuple[str, ...]]:
+    """(what the extended file, the file and its variant say, the stages of the last `only`)."""
+    document = read_document(path)
+    layers, only = [(str(path), document.sections)], document.only
+    if document.extends:
+        base = path.parent / document.extends
+        if not base.is_file():
+            raise ParameterError(f"{path}: extends: {base} does not exist")
+        extended = read_document(base)
+        if extended.extends:
+            raise ParameterError(
+                f"{path}: extends: {document.extends} itself extends {extended.extends}; only one"
+                " level is supported, so extend a file that extends nothing"
+            )
+        layers.insert(0, (str(base), extended.sections))
+    if variant is not None:
+        if variant not in document.variants:
+            raise ParameterError(
+                f"{path}: unknown variant {variant!r}{did_you_mean(variant, document.variants)};"
+                f" it has {', '.join(document.variants) or 'none'}"
+            )
+        layers.append((f"{path}: variants.{variant}", document.variants[variant].sections))
+        only = document.variants[variant].only or only
+    return layers, tuple(only)
+
+
+def _override(text: str) -> Layer:
+    """An override as a layer. Texts and locations are taken as they stand, others are YAML."""
+    place = f"--set {text}"
+    match = re.fullmatch(r"\s*(\w+)\.(\w+)\s*=(.*)", text, re.DOTALL)
+    if not match:
+        raise ParameterError(
+            f"{place}: must look like section.key=value, such as aasd.learning_rate=1e-3"
+        )
+    section, key, raw = match.groups()
+    if field_kind(section, key) in ("location", "location or name", "str"):
+        return place, {section: {key: raw.strip().strip("\"'")}}
+    try:
+        return place, {section: {key: parse_value(raw)}}
+    except yaml.YAMLError as error:
+        raise ParameterError(f"{place}: the value is not valid YAML: {error}") from None
+
+
+def _resolve_locations(experiment: Experiment, root: Path) -> tuple[Experiment, list[Absent]]:
+    """(the experiment with absolute paths, the locations that do not exist).
+
+    Paths are absolute because a kernel may run in any folder.
+    """
+    absent, changed = [], {}
+    for section, values in experiment.model_dump().items():
+        for key, value in values.items():
+            kind = field_kind(section, key)
+            if not kind.startswith("location") or not value:
+                continue
+            resolved = []
+            for entry in value if isinstance(value, list) else [value]:
+                looks_like_path = entry.startswith((".", "/", "~")) or entry.endswith(DATA_FILES)
+                named = kind == "location" or looks_like_path
+                candidates = [Path(entry).expanduser(), root / entry]
+                found = [place for place in candidates if place.exists()]
+                # "embedded" stays a keyword, whatever folder of that name lies about.
+                if found and (named or "/" in entry):
+                    entry = str(found[0].resolve())
+                elif named:
+                    absent.append((section, key, entry))
+                resolved.append(entry)
+            changed.setdefault(section, {})[key] = (
+                resolved if isinstance(value, list) else resolved[0]
+            )
+    updates = {
+        name: getattr(experiment, name).model_copy(update=values)
+        for name, values in changed.items()
+    }
+    return experiment.model_copy(update=updates), absent
 
 
 def _names(stem: str) -> dict[str, tuple[str, str]]:
-    """Flat name → (section, key) for a notebook; "" prefixes every section but `run`."""
-    own = OWN_SECTION.get(stem)
+    """Flat name → (section, key): plain for `run` and the notebook's own section, else prefixed."""
+    plain = ("run", OWN_SECTION.get(stem))
     return {
-        key if section in ("run", own) else f"{section}_{key}": (section, key)
+        key if section in plain else f"{section}_{key}": (section, key)
         for section, model in section_models().items()
         for key in model.model_fields
         if not (section == "run" and key in NOT_INJECTED)
     }
 
 
-def _available(experiment: Experiment, stem: str) -> dict[str, Any]:
-    values = experiment.model_dump()
-    return {name: values[section][key] for name, (section, key) in _names(stem).items()}
-
-
-def _assemble(
-    path: Path,
-    overrides: tuple[str, ...],
-    variant: str | None,
-    domain: str,
-    root: Path,
-    absent: list[Absent] | None,
-) -> Experiment:
-    """One domain's experiment; with "" for the domain, what all domains share."""
-    sections, variants, extends = read_document(path)
-    layers: list[tuple[str, dict]] = []
-    if extends:
-        base = path.parent / extends
-        if base.resolve() == path.resolve():
-            raise ParameterError(f"{path}: extends: the file extends itself")
-        if not base.is_file():
-            raise ParameterError(f"{path}: extends: {extends} does not exist in {path.parent}")
-        base_sections, _, further = read_document(base)
-        if further:
-            cyclic = (base.parent / further).resolve() == path.resolve()
-            raise ParameterError(
-                f"{path}: extends: {extends} itself extends {further}"
-                + (
-                    ": a cycle"
-                    if cyclic
-                    else "; only one level is supported, so name the last file"
-                )
-            )
-        base_sections.pop("only", None)  # says what the other file runs
-        layers.append((str(base), base_sections))
-    only = _stages(f"{path}: only", sections.pop("only", []))
-    layers.append((str(path), sections))
-    if variant is not None:
-        if variant not in variants:
-            raise ParameterError(
-                f"{path}: unknown variant {variant!r}{did_you_mean(variant, variants)}; "
-                f"it has {', '.join(variants) or 'none'}"
-            )
-        differing = dict(variants[variant])
-        if "only" in differing:
-            only = _stages(f"{path}: variants.{variant}.only", differing.pop("only"))
-        layers.append((f"{path}: variants.{variant}", differing))
-
-    problems: list[str] = []
-    merged: dict[str, dict[str, Any]] = {}
-    where: dict[tuple[str, str], str] = {}
-    for source, content in _with_domain(layers, domain, problems):
-        for section, values in content.items():
-            if section not in section_models():
-                problems.append(
-                    f"{source}: {section}: unknown section{did_you_mean(section, section_models())}"
-                    f"; the sections are {', '.join(section_models())}"
-                )
-            elif not isinstance(values, dict | None):
-                problems.append(f"{source}: {section}: must hold keys and values, not {values!r}")
-            else:
-                for key, value in (values or {}).items():
-                    merged.setdefault(section, {})[key] = value
-                    where[section, key] = source
-    for override in overrides:
-        try:
-            section, key, value = _parse_override(override)
-        except ParameterError as error:
-            problems += error.problems
-        else:
-            merged.setdefault(section, {})[key] = value
-            where[section, key] = f"--set {override}"
-
-    experiment, found = _validate(merged, where, str(path))
-    problems += found
-    if experiment is not None:
-        for dotted, problem in experiment.inconsistencies():
-            section, _, key = dotted.partition(".")
-            problems.append(f"{where.get((section, key), path)}: {dotted}: {problem}")
-        experiment, missing = _resolve_locations(experiment, root)
-        if absent is not None:
-            absent += [place for place in missing if place not in absent]
-        else:
-            problems += [
-                f"{where.get((section, key), path)}: {section}.{key}: {value} does not exist "
-                f"(looked in {Path.cwd()} and {root.resolve()})"
-                for section, key, value in missing
-            ]
-    if problems:
-        raise ParameterError(problems)
-    stated = tuple((section, key, source) for (section, key), source in where.items())
-    return experiment.model_copy(update={"only": only, "stated": stated})
-
-
-def _with_domain(
-    layers: list[tuple[str, dict]], domain: str, problems: list[str]
-) -> Iterable[tuple[str, dict]]:
-    """Every layer without its domains' parts, and then the part of this domain."""
-    for source, content in layers:
-        yield (
-            source,
-            {section: values for section, values in content.items() if section not in DOMAINS},
-        )
-        if not isinstance(own := content.get(domain), dict | None):
-            problems.append(f"{source}: {domain}: must hold sections, not {own!r}")
-        elif own and "run" in own:
-            problems.append(f"{source}: {domain}.run: belongs to all domains; move it to the top")
-        elif own:
-            yield f"{source}: {domain}", own
-
-
-def _stages(where: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(
-        isinstance(v, str) and re.match(r"\d\d", v) for v in value
-    ):
-        raise ParameterError(f'{where}: must list stage numbers in quotes, such as ["01", "03"]')
-    return tuple(value)
-
-
-def _parse_override(text: str) -> tuple[str, str, Any]:
-    match = re.fullmatch(r"\s*([A-Za-z_]\w*)\.([A-Za-z_]\w*)\s*=(.*)", text, re.DOTALL)
-    if not match:
-        raise ParameterError(
-            f"--set {text}: must look like section.key=value, such as aasd.learning_rate=1e-3"
-        )
-    section, key, raw = match.groups()
-    if section not in section_models():
-        raise ParameterError(
-            f"--set {text}: {section}: unknown section{did_you_mean(section, section_models())}"
-        )
-    if key in section_models()[section].model_fields and field_kind(section, key) in (
-        "location",
-        "location or name",
-        "str",
-    ):
-        return section, key, raw.strip().strip("\"'")
-    try:
-        return section, key, parse_value(raw)
-    except yaml.YAMLError as error:
-        raise ParameterError(f"--set {text}: the value is not valid YAML: {error}") from None
-
-
-def _validate(merged, where, path) -> tuple[Experiment | None, list[str]]:
-    try:
-        return Experiment.model_validate(merged), []
-    except ValidationError as error:
-        problems = []
-        for detail in error.errors():
-            section, *rest = map(str, detail["loc"])
-            key = rest[0] if rest else ""
-            source, given = where.get((section, key), path), detail["input"]
-            problems.append(f"{source}: {section}.{key}: {_explain(detail, section, key, given)}")
-        return None, problems
-
-
-def _explain(detail, section: str, key: str, given: Any) -> str:
-    kind, context = detail["type"], detail.get("ctx", {})
-    if kind == "extra_forbidden":
-        names = list(section_models()[section].model_fields)
-        elsewhere = [
-            f"{other}.{key}"
-            for other, model in section_models().items()
-            if key in model.model_fields
-        ]
-        hint = did_you_mean(key, names) or (f", did you mean {elsewhere[0]}?" if elsewhere else "")
-        return "unknown parameter" + (hint or f"; {section} has {', '.join(names) or 'none'}")
-    if kind == "literal_error":
-        choices = context["expected"]
-        nearest = did_you_mean(str(given), re.findall(r"\w+", choices))
-        return f"{given!r} is not one of {choices}{nearest}"
-    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
-        bound = {
-            "greater_than": ("greater than", "gt"),
-            "greater_than_equal": ("at least", "ge"),
-            "less_than": ("less than", "lt"),
-            "less_than_equal": ("at most", "le"),
-        }[kind]
-        return f"{given!r} is out of range; it must be {bound[0]} {context[bound[1]]:g}"
-    if kind == "string_pattern_mismatch":
-        return f"{given!r} cannot name a folder; use letters, digits, '.', '_', '-'"
-    wanted = {
-        "int_type": "a whole number",
-        "float_type": "a number",
-        "string_type": "a text",
-        "bool_type": "true or false",
-        "list_type": "a list",
-        "int_from_float": "a whole number",
-        "finite_number": "a finite number",
-    }
-    if kind in wanted:
-        hint = (
-            "; put it in quotes"
-            if kind == "string_type" and not isinstance(given, dict | list | None)
-            else ""
-        )
-        return f"{given!r} is {kind_of(given)}, it must be {wanted[kind]}{hint}"
-    return f"{given!r}: {detail['msg']}"
-
-
-def _resolve_locations(experiment: Experiment, root: Path) -> tuple[Experiment, list[Absent]]:
-    """Make locations absolute where they exist, so that kernels may run in any folder; list the
-    missing ones."""
-    absent, changed = [], {}
-    for section, values in experiment.model_dump().items():
-        for key, value in values.items():
-            kind = field_kind(section, key)
-            if not kind.startswith("location"):
-                continue
-            resolved = []
-            for entry in value if isinstance(value, list) else [value] if value else []:
-                found = next(
-                    (p for p in (Path(entry).expanduser(), root / entry) if p.exists()), None
-                )
-                looks_like_path = entry.startswith((".", "/", "~")) or entry.endswith(DATA_FILES)
-                named = kind == "location" or looks_like_path
-                resolved.append(
-                    str(found.resolve()) if found is not None and (named or "/" in entry) else entry
-                )
-                if found is None and named:
-                    absent.append((section, key, entry))
-            if resolved:
-                changed.setdefault(section, {})[key] = (
-                    resolved if isinstance(value, list) else resolved[0]
-                )
-    updates = {s: getattr(experiment, s).model_copy(update=values) for s, values in changed.items()}
-    return experiment.model_copy(update=updates), absent
+def _nearest(section: str, key: str) -> str:
+    """A similar key of the section, else the same key of another section."""
+    models = section_models()
+    elsewhere = [name for name in models if key in models[name].model_fields]
+    own = did_you_mean(key, models[section].model_fields)
+    return own or (f", did you mean {elsewhere[0]}.{key}?" if elsewhere else "")
 
 
 def _unknown_name(notebook: Path, name: str, available: Iterable[str]) -> str:
@@ -484,9 +362,8 @@ def _unknown_name(notebook: Path, name: str, available: Iterable[str]) -> str:
     )
 
 
-def _same_kind(default: Any, value: Any) -> bool:
-    if isinstance(value, bool) or isinstance(default, bool):
-        return isinstance(value, bool) and isinstance(default, bool)
+def _same_type(default: Any, value: Any) -> bool:
+    """A whole number may stand for a float; a bool, which Python counts as an int, for nothing."""
     if isinstance(value, float):
-        return isinstance(default, int | float)
+        return type(default) in (int, float)
     return type(default) is type(value)

@@ -1,13 +1,13 @@
-"""What can be learnt from a notebook without running it: its order, parameters, code, and cells.
+"""Reads notebooks without running them: their order, parameters, code and imports.
 
-Notebooks are read as the JSON they are (importing nbformat takes seconds); nothing is executed. A
-`parameters` cell holds `name = literal` lines only, so that headless runs, papermill and a reader
-see the same plain values.
+Notebooks are read as JSON, because importing nbformat takes seconds. A `parameters` cell holds only
+lines `name = literal`, so that headless runs, papermill and a reader see the same plain values.
 """
 
 import ast
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,10 @@ class NotebookError(ValueError):
 
 def numbered(folder: str | Path) -> list[Path]:
     """The study's notebooks in order: `NN_name.ipynb`."""
-    found = sorted(p for p in Path(folder).glob("[0-9][0-9]_*.ipynb"))
-    numbers = [p.name[:2] for p in found]
-    twice = {n for n in numbers if numbers.count(n) > 1}
-    if twice:
-        raise NotebookError(f"{folder}: two notebooks carry the number {min(twice)}; renumber one")
+    found = sorted(Path(folder).glob("[0-9][0-9]_*.ipynb"))
+    for one, next_one in pairwise(path.name[:2] for path in found):
+        if one == next_one:
+            raise NotebookError(f"{folder}: two notebooks carry the number {one}; renumber one")
     return found
 
 
@@ -35,7 +34,7 @@ class Cell:
     source: str
 
 
-def read(notebook: str | Path) -> list[Cell]:
+def cells_of(notebook: str | Path) -> list[Cell]:
     """The cells of a notebook in format 4, in order."""
     try:
         document = json.loads(Path(notebook).read_text(encoding="utf-8"))
@@ -43,15 +42,12 @@ def read(notebook: str | Path) -> list[Cell]:
             raise NotebookError(
                 f"{notebook}: is in notebook format {document['nbformat']}; save it in format 4"
             )
-        return [
-            Cell(
-                is_code=cell["cell_type"] == "code",
-                is_parameters=cell["cell_type"] == "code"
-                and "parameters" in cell["metadata"].get("tags", []),
-                source="".join(cell["source"]),
-            )
-            for cell in document["cells"]
-        ]
+        cells = []
+        for cell in document["cells"]:
+            is_code = cell["cell_type"] == "code"
+            is_parameters = is_code and "parameters" in cell["metadata"].get("tags", [])
+            cells.append(Cell(is_code, is_parameters, "".join(cell["source"])))
+        return cells
     except FileNotFoundError:
         raise NotebookError(f"{notebook}: no such notebook") from None
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
@@ -62,7 +58,7 @@ def read(notebook: str | Path) -> list[Cell]:
 
 def declared_parameters(notebook: str | Path) -> dict[str, Any]:
     """Name → default, from the cell tagged `parameters`; empty if there is none."""
-    cells = [cell for cell in read(notebook) if cell.is_parameters]
+    cells = [cell for cell in cells_of(notebook) if cell.is_parameters]
     if len(cells) > 1:
         raise NotebookError(f"{notebook}: {len(cells)} cells are tagged parameters; keep one")
     declared: dict[str, Any] = {}
@@ -96,9 +92,8 @@ def declared_parameters(notebook: str | Path) -> dict[str, Any]:
 
 
 def code(notebook: str | Path) -> list[str]:
-    """The sources of the code cells, without the `parameters` cell (its values count as
-    parameters)."""
-    return [cell.source for cell in read(notebook) if cell.is_code and not cell.is_parameters]
+    """The sources of the code cells, without the `parameters` cell."""
+    return [cell.source for cell in cells_of(notebook) if cell.is_code and not cell.is_parameters]
 
 
 def python_source(cell: str) -> str:
@@ -122,16 +117,12 @@ def imported_modules(sources: list[str], where: str | Path) -> set[str]:
 
 
 def _assigned_name(statement: ast.stmt) -> str | None:
-    if (
-        isinstance(statement, ast.Assign)
-        and len(statement.targets) == 1
-        and isinstance(statement.targets[0], ast.Name)
-    ):
-        return statement.targets[0].id
-    if (
-        isinstance(statement, ast.AnnAssign)
-        and isinstance(statement.target, ast.Name)
-        and statement.value is not None
-    ):
-        return statement.target.id
-    return None
+    """`name` of `name = value`, annotated or not; None for any other statement."""
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+        targets = [statement.target]
+    else:
+        return None
+    single = len(targets) == 1 and isinstance(targets[0], ast.Name)
+    return targets[0].id if single else None

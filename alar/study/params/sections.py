@@ -1,27 +1,23 @@
 """The typed sections of a parameter file: every name, default and range of the study.
 
-One frozen pydantic model per section; `Experiment` holds them all. The defaults are the laptop's,
-so that `params/laptop.yaml` states only what it wants to say aloud. Types are strict: a number in
-quotes is an error, never a silent conversion. To add a parameter, add a field here and declare the
-name in the `parameters` cell of the notebook that uses it; to add a section, add a model, a field
-of `Experiment`, and, if a notebook owns it, a line in `OWN_SECTION`. Reading files is the work of
-`alar.study.params`; those of the compared methods are in `alar.study.params.methods`.
+One frozen pydantic model per section; `Experiment` holds them all. A section stands beside the code
+that takes it (`alar.rl.config`, `alar.train.config`, `alar.methods.config`, …); here are those of
+the study itself. The defaults are the laptop's, so `params/laptop.yaml` states only what it wants
+to say aloud. Types are strict: a number in quotes is an error, never a silent conversion.
+
+To add a parameter, add a field here or there, and declare the name in the `parameters` cell of the
+notebook that uses it. To add a section, add a model, a field of `Experiment`, and, if a notebook
+owns it, a line in `OWN_SECTION`.
 """
 
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import Field
 
-from alar.parameters import Count, CountOrNone, Location, LocationOrName, Section
+from alar.methods.config import DualVocabulary, LengthRewards, Logprob, SelfTraining, Tokenskip
+from alar.parameters import Count, CountOrNone, Location, LocationOrName, Rate, Section
 from alar.rl.config import RLConfig
-from alar.study.params.methods import (
-    DualVocabulary,
-    LengthRewards,
-    Logprob,
-    SelfTraining,
-    Static,
-    Tokenskip,
-)
+from alar.study.params.files import FolderName
 from alar.train.config import Aasd, Pretrain, Warmup
 
 Domain = Literal["search", "tool"]
@@ -31,10 +27,8 @@ QUESTION_TYPES = {  # of the embedded questions
     "tool": ("simple", "multiple", "parallel", "parallel_multiple", "irrelevance", "multi_turn"),
 }
 
-# Which section's keys keep their plain name in a notebook; any other section's carry the section as
-# a prefix.
+# Whose keys keep their plain name in a notebook; those of other sections carry it as a prefix.
 OWN_SECTION = {
-    "00_start_here": "start",
     "01_latent_model": "model",
     "02_teacher_traces": "teacher",
     "03_aasd": "aasd",
@@ -54,8 +48,7 @@ OWN_SECTION = {
     "17_ablations": "ablations",
 }
 
-# Notebooks that are no part of the study itself: they run when `--only` or a variant's `only` names
-# them.
+# Notebooks beside the study: they run when `--only` or a variant's `only` names them.
 ON_REQUEST = (
     "09_benchmarks",
     "10_serving",
@@ -68,8 +61,7 @@ ON_REQUEST = (
     "17_ablations",
 )
 
-# Of these, the ones that know one domain's worlds, or none, and run in the folder of the search
-# domain.
+# Of these, those that know one domain's worlds, or none. They run in the search domain's folder.
 SEARCH_ONLY = ("09_benchmarks", "10_serving", "15_static_evaluation", "16_logprob_reward")
 
 # Notebooks that read what other variants have computed: they come after these.
@@ -77,23 +69,18 @@ GATHERING = ("17_ablations",)
 
 
 class Run(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "laptop"
+    name: FolderName = "laptop"
     domains: Annotated[list[Domain], Field(min_length=1)] = ["search", "tool"]
     seed: Annotated[int, Field(ge=0, lt=500)] = 0  # AR-GRPO's questions are those of seed + 500
     threads: CountOrNone = 0  # 0 = all cores, shared by the run folders that are worked on at once
-    jobs: Count = (
-        2  # run folders (variants, domains) at once, at most one per core; one where there is a GPU
-    )
+    # Run folders (variants, domains) at once: at most one per core, and one where there is a GPU.
+    jobs: Count = 2
     report_to: Literal["none", "tensorboard", "wandb"] = "none"
 
     def inconsistencies(self):
         if len(set(self.domains)) < len(self.domains):
             return [("domains", f"{self.domains} names a domain twice")]
         return []
-
-
-class Start(Section):
-    pass
 
 
 class Model(Section):
@@ -134,12 +121,10 @@ class Teacher(Section):
     questions: Count = 7200
     worlds: Count = 96
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    questions_file: LocationOrName = (
-        ""  # JSONL with question and answers, or a published set's name; "" = the embedded world
-    )
-    judge: Literal["official", "toolmind"] = (
-        "official"  # of the tool domain's traces; "toolmind": kept from its score 1.5 on
-    )
+    # JSONL with question and answers, or a published set's name; "" = the embedded world.
+    questions_file: LocationOrName = ""
+    # Of the tool domain's traces; "toolmind" keeps those that score 1.5 or more.
+    judge: Literal["official", "toolmind"] = "official"
 
 
 class Eval(Section):
@@ -147,9 +132,8 @@ class Eval(Section):
     questions: Count = 1600
     control_questions: Count = 240
     oracle_questions: Count = 160
-    systems: list[
-        Literal["stage1", "warmup", "alar", "alar-think", "alar-latent"]
-    ] = []  # beside the base; [] = all
+    # Evaluated beside the base; [] = all.
+    systems: list[Literal["stage1", "warmup", "alar", "alar-think", "alar-latent"]] = []
     sets: list[LocationOrName] = ["real"]  # [] = questions_file alone
     questions_file: Location = ""
     bootstrap: Annotated[int, Field(ge=100)] = 10000
@@ -159,25 +143,14 @@ class Eval(Section):
     def inconsistencies(self):
         found = []
         if self.checkpoint and self.systems:
-            found.append(
-                (
-                    "systems",
-                    (
-                        f"{self.systems} are the run's own, but eval.checkpoint names another"
-                        " model, which is evaluated alone; leave one of the two out"
-                    ),
-                )
+            problem = (
+                f"{self.systems} are the run's own, but eval.checkpoint names another model, which"
+                " is evaluated alone; leave one of the two out"
             )
+            found.append(("systems", problem))
         if not self.sets and not self.questions_file:
-            found.append(
-                (
-                    "sets",
-                    (
-                        "is empty, so nothing would be asked; name a set, or a file in"
-                        " eval.questions_file"
-                    ),
-                )
-            )
+            problem = "is empty: nothing would be asked; name a set, or set eval.questions_file"
+            found.append(("sets", problem))
         return found
 
 
@@ -204,8 +177,7 @@ class Inspector(Section):
 
 
 class Bench(Section):
-    """Timings of `alar.study.bench`. The sizes are those of one training step: hidden_size … length
-    and batch_sizes."""
+    """Timings of `alar.study.bench`; batch_sizes, hidden_size … length describe a training step."""
 
     parts: Annotated[
         list[Literal["training", "checkpointed", "logprobs", "rollouts"]], Field(min_length=1)
@@ -231,23 +203,14 @@ class Bench(Section):
         found = []
         shortest, needed = (self.length + 1) // 2, self.blocks * (self.num_latent + 1) + 1
         if shortest < needed:
-            found.append(
-                (
-                    "length",
-                    (
-                        f"{self.length}: padded rows have {shortest} tokens at least, but"
-                        f" {self.blocks} blocks of {self.num_latent} with text around each need"
-                        f" {needed}"
-                    ),
-                )
+            problem = (
+                f"{self.length}: padded rows have {shortest} tokens at least, but {self.blocks}"
+                f" blocks of {self.num_latent} with text around each need {needed}"
             )
+            found.append(("length", problem))
         if self.single_questions > self.questions:
-            found.append(
-                (
-                    "single_questions",
-                    f"{self.single_questions} is more than bench.questions, {self.questions}",
-                )
-            )
+            problem = f"{self.single_questions} is more than bench.questions, {self.questions}"
+            found.append(("single_questions", problem))
         return found
 
 
@@ -256,21 +219,31 @@ class Serving(Section):
 
     checkpoint: Location = ""  # a latent model's folder; "" = this run's AR-GRPO
     questions: Count = 64  # answered by both engines
-    concurrent: Annotated[list[Count], Field(min_length=1)] = [
-        1,
-        8,
-        64,
-    ]  # turns at once, for the throughput
+    # Turns at once, for the throughput.
+    concurrent: Annotated[list[Count], Field(min_length=1)] = [1, 8, 64]
     turns: Count = 128  # per measurement; fewer where few are written at once
+
+
+class Static(Section):
+    """Notebook 15. From `conversations` on: the base that it teaches without a checkpoint."""
+
+    checkpoint: Location = ""
+    sets: Annotated[list[LocationOrName], Field(min_length=1)] = ["arithmetic"]
+    forms: Annotated[list[Literal["tagged", "raw"]], Field(min_length=1)] = ["tagged", "raw"]
+    questions: Count = 400  # of each set
+    max_new_tokens: Count = 224  # of an answer
+    bootstrap: Annotated[int, Field(ge=100)] = 10000
+    conversations: Count = 3200
+    learning_rate: Rate = 1e-3
+    epochs: Annotated[float, Field(gt=0)] = 1.0
+    batch_size: Count = 8
 
 
 class Ablations(Section):
     """Notebook 17 gathers what other variants of its parameter file have measured."""
 
-    compared: list[
-        str
-        # names of variants, in the order of the table; the same setting may come with several seeds
-    ] = []
+    # Names of variants, in the order of the table; one setting may come with several seeds.
+    compared: list[str] = []
     reference: str = "reference"  # the variant that differences are taken to
 
 
@@ -278,7 +251,6 @@ class Experiment(Section):
     """Everything one parameter file says about one run (or about one of its variants)."""
 
     run: Run = Run()
-    start: Start = Start()
     model: Model = Model()
     pretrain: Pretrain = Pretrain()
     retrieval: Retrieval = Retrieval()
@@ -299,47 +271,42 @@ class Experiment(Section):
     logprob: Logprob = Logprob()
     tokenskip: Tokenskip = Tokenskip()
     ablations: Ablations = Ablations()
-    only: tuple[str, ...] = Field(
-        default=(), exclude=True
-    )  # stages that the file or the variant is limited to
-    stated: tuple[tuple[str, str, str], ...] = Field(
-        default=(), exclude=True
-    )  # (section, key, where) in the files
+    # Stages that the file or the variant is limited to.
+    only: tuple[str, ...] = Field(default=(), exclude=True)
+    # (section, key, where it stands) of every value that a file or an override gives.
+    stated: tuple[tuple[str, str, str], ...] = Field(default=(), exclude=True)
 
     def inconsistencies(self):
         """(section.key, what is wrong) over all sections."""
         found = [
             (f"{name}.{key}", problem)
-            for name, section in self.sections().items()
-            for key, problem in section.inconsistencies()
+            for name in section_models()
+            for key, problem in getattr(self, name).inconsistencies()
         ]
         if self.model.base == "scratch" and self.pretrain.steps == 0:
-            found.append(
-                ("pretrain.steps", "is 0, but model.base is scratch: nothing would be learnt")
-            )
+            problem = "is 0, but model.base is scratch: nothing would be learnt"
+            found.append(("pretrain.steps", problem))
         if self.aasd.kind == "constant" and self.model.num_latent == 0:
-            found.append(
-                ("aasd.kind", "constant needs latent positions, but model.num_latent is 0")
-            )
+            problem = "constant needs latent positions, but model.num_latent is 0"
+            found.append(("aasd.kind", problem))
         return found
-
-    def sections(self) -> dict[str, Section]:
-        return {name: getattr(self, name) for name in section_models()}
 
 
 def section_models() -> dict[str, type[Section]]:
-    """Section name → its model, in file order."""
+    """Section name → its model, in the order of `Experiment`."""
     return {
         name: field.annotation
         for name, field in Experiment.model_fields.items()
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+        if name not in ("only", "stated")
     }
 
 
 def field_kind(section: str, key: str) -> str:
-    """ "location", "location or name", "locations or names" (a list), "str" or "" (anything else)
-    for one field."""
-    field = section_models()[section].model_fields[key]
+    """ "location", "location or name", "locations or names" (a list), "str", or "" (all others)."""
+    model = section_models().get(section)
+    field = model.model_fields.get(key) if model else None
+    if field is None:
+        return ""
     if get_origin(field.annotation) is list and get_args(field.annotation)[0] is LocationOrName:
         return "locations or names"
     for mark in field.metadata:
@@ -350,4 +317,4 @@ def field_kind(section: str, key: str) -> str:
 
 def defaults() -> dict[str, dict[str, Any]]:
     """Section → key → default, as plain values."""
-    return {name: model().model_dump() for name, model in section_models().items()}
+    return Experiment().model_dump()
