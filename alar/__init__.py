@@ -1,3 +1,3 @@
-"""Adaptive Latent Agentic Reasoning: latent blocks, AASD, AR-GRPO, their evaluation and inspection."""
+"""Adaptive Latent Agentic Reasoning: latent blocks, AASD, AR-GRPO, evaluation, inspection."""
 
 __version__ = "0.1.0"

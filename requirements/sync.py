@@ -8,7 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 HEADER = """\
-# conda env create -f environment.yml && conda activate alar && pip install --no-deps -r requirements/core-nodeps.txt
+# conda env create -f environment.yml && conda activate alar
+# pip install --no-deps -r requirements/core-nodeps.txt
 # The pins are those of requirements/core.txt, written here by requirements/sync.py.
 name: alar
 channels:

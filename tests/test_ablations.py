@@ -10,13 +10,13 @@ import pytest
 
 from alar.evaluate import ablations, statistics, tables
 from alar.evaluate.ablations import (
-    Variant,
+    MeasuredVariant,
     ablation_table,
     by_type,
     each_run,
     files_of,
     read_variant,
-    readable,
+    readable_ablations,
 )
 from alar.evaluate.intervals import Estimate
 from alar.study import params
@@ -28,7 +28,9 @@ NOTEBOOK = ROOT / "notebooks/17_ablations.ipynb"
 OPTIONS = {"resamples": 300, "seed": 0}
 
 
-def variant(name, accuracy, *, seed=0, systems=("stage1", "alar"), n=40, **parameters) -> Variant:
+def variant(
+    name, accuracy, *, seed=0, systems=("stage1", "alar"), n=40, **parameters
+) -> MeasuredVariant:
     """Random answers at the given accuracy; `rl__alpha=0.3` is the parameter rl.alpha."""
     rng = np.random.default_rng([seed, *name.encode()])
     questions, turns = [], []
@@ -73,7 +75,7 @@ def variant(name, accuracy, *, seed=0, systems=("stage1", "alar"), n=40, **param
                         p,
                     )
                 )
-    return Variant(
+    return MeasuredVariant(
         name,
         seed,
         {"model.num_latent": 4, "rl.alpha": 0.15}
@@ -86,7 +88,7 @@ def variant(name, accuracy, *, seed=0, systems=("stage1", "alar"), n=40, **param
 REFERENCE = variant("reference", 0.9)
 
 
-def answers(found: Variant, system: str, column: str) -> np.ndarray:
+def answers(found: MeasuredVariant, system: str, column: str) -> np.ndarray:
     rows = found.questions[found.questions["system"] == system]
     return rows.sort_values("question_id")[column].to_numpy(float)
 
@@ -162,7 +164,7 @@ def test_seeds_are_averaged_question_by_question_and_paired_with_their_own_refer
         for v in alphas
     ]
     assert row["mutual_information"] == pytest.approx(np.mean(information))
-    assert list(readable(table)["over seeds"])[1].count("…") == 1
+    assert list(readable_ablations(table)["over seeds"])[1].count("…") == 1
 
 
 def test_a_row_of_one_seed_is_compared_with_the_reference_of_that_seed_alone():
@@ -220,7 +222,7 @@ def test_the_file_changes_one_choice_a_variant_and_compares_them_all():
             if s not in ablations._ASIDE
             for k, v in keys.items()
         }
-        return Variant(name, experiment.run.seed, named, pd.DataFrame(), pd.DataFrame())
+        return MeasuredVariant(name, experiment.run.seed, named, pd.DataFrame(), pd.DataFrame())
 
     reference = as_variant(gathered.reference)
     choices = {"reference": 0, "no-bonus": 2, "trajectory-credit": 3, "published-recipe": 6}
@@ -233,7 +235,7 @@ def test_the_file_changes_one_choice_a_variant_and_compares_them_all():
 def experiment(tmp_path):
     """Run folders as run_all.py leaves them, as far as notebook 17 reads them."""
 
-    def write(found: Variant, folder: str):
+    def write(found: MeasuredVariant, folder: str):
         home = tmp_path / "ablations" / folder / "search"
         (home / "06_benchmark_eval").mkdir(parents=True)
         found.questions.to_parquet(home / "06_benchmark_eval/questions.parquet")

@@ -29,8 +29,17 @@ FLOORS = (
 )
 CORE = ("protocol", "records", "model", "rollout", "train", "rl", "evaluate")
 
-# Names that several rooms give to the same thing: what one may call wherever one is.
-SAME_ROLE: set[str] = set()
+# Both domains have these, in the same role; every command has a `main`.
+SAME_ROLE = {
+    "load_questions",
+    "main",
+    "parse_turn",
+    "sample_question",
+    "solved_questions",
+    "test_questions",
+    "training_questions",
+    "validation_questions",
+}
 
 
 def modules() -> dict[str, ast.Module]:

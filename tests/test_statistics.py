@@ -331,11 +331,11 @@ def test_mode_share_gives_the_share_of_every_turn_position_hard_turns_apart():
 
 
 def test_readable_summary_shows_percent_with_intervals(questions):
-    text = statistics.readable(statistics.summarise(questions, resamples=RESAMPLES))
+    text = statistics.readable_summary(statistics.summarise(questions, resamples=RESAMPLES))
     assert list(text.index) == ["base", "stage1", "alar"]
     assert text.loc["base", "accuracy − base, points"] == "+0.0 [+0.0, +0.0]"
     without = statistics.summarise(questions[questions["system"] == "alar"], resamples=RESAMPLES)
-    assert statistics.readable(without).loc["alar", "fewer tokens %"] == "–"
+    assert statistics.readable_summary(without).loc["alar", "fewer tokens %"] == "–"
 
 
 def test_tables_name_the_missing_column_and_the_stage(questions):

@@ -26,7 +26,7 @@ from alar.rollout.engine import Sampling, TurnRequest
 from alar.rollout.hf import HFEngine
 from alar.study.teacher import Plan, Shard, sample_shard, shard_requests
 from alar.study.teacher.__main__ import main
-from alar.study.teacher.merging import merge
+from alar.study.teacher.merging import merge_shards
 from alar.train.examples import aasd_examples, warmup_examples
 
 WEATHER = {
@@ -284,7 +284,7 @@ def test_a_servers_rollouts_become_traces_that_later_stages_learn_from(
             extra={"seed": None, "top_k": 20},
         )
     rows = {row.id: row for row in shard_requests(toolmind, PLAN).rows}
-    summary = merge([tmp_path], tmp_path / "out" / "traces.jsonl")
+    summary = merge_shards([tmp_path], tmp_path / "out" / "traces.jsonl")
     traces = read_trajectories(tmp_path / "out" / "traces.jsonl")
     assert summary["kept"] == summary["questions"] == len(traces) == len(rows) == len(server.seen)
     assert (
@@ -351,7 +351,7 @@ def test_an_interrupted_shard_goes_on_to_the_same_results(server, codec, toolmin
     place = tmp_path / "cut" / Shard().folder
     assert [path.name[:14] for path in place.iterdir()] == ["chunk-00000000"]
     with pytest.raises(ValueError, match="shard is not finished"):
-        merge([place], tmp_path / "traces.jsonl")
+        merge_shards([place], tmp_path / "traces.jsonl")
     server.lives, server.seen = 10**9, []
     sampled(server, codec, toolmind, tmp_path / "cut")
     assert content(place) == content(whole) and len(server.seen) == asked - PLAN.chunk
@@ -361,33 +361,33 @@ def test_an_interrupted_shard_goes_on_to_the_same_results(server, codec, toolmin
     chunk = next(place.glob("chunk-00000008-*"))
     chunk.write_bytes(chunk.read_bytes()[:-40])
     with pytest.raises(TruncatedFile, match="cut off"):
-        merge([tmp_path / "cut"], tmp_path / "traces.jsonl")
+        merge_shards([tmp_path / "cut"], tmp_path / "traces.jsonl")
     assert not (tmp_path / "traces.jsonl").exists()
 
 
 def test_rollouts_of_other_settings_are_never_mixed_in(server, codec, toolmind, tmp_path):
     place = sampled(server, codec, toolmind, tmp_path / "one")
-    before = merge([place], tmp_path / "before.jsonl")
+    before = merge_shards([place], tmp_path / "before.jsonl")
     sampled(server, codec, toolmind, tmp_path / "one", plan=replace(PLAN, temperature=0.8))
-    assert merge([place], tmp_path / "after.jsonl")["settings"]["temperature"] == 0.8
+    assert merge_shards([place], tmp_path / "after.jsonl")["settings"]["temperature"] == 0.8
     server.seen = []
     sampled(server, codec, toolmind, tmp_path / "one")
-    assert not server.seen and merge([place], tmp_path / "again.jsonl") == before
+    assert not server.seen and merge_shards([place], tmp_path / "again.jsonl") == before
 
 
 def test_shards_that_do_not_belong_together_are_not_merged(server, codec, toolmind, tmp_path):
     for index in (1, 2, 3):
         sampled(server, codec, toolmind, tmp_path / "all", shard=Shard(index, 3))
     shards = sorted((tmp_path / "all").iterdir())
-    reference = merge([tmp_path / "all"], tmp_path / "reference.jsonl")
-    assert merge(shards[::-1], tmp_path / "again.jsonl") == reference
+    reference = merge_shards([tmp_path / "all"], tmp_path / "reference.jsonl")
+    assert merge_shards(shards[::-1], tmp_path / "again.jsonl") == reference
     assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "reference.jsonl").read_bytes()
     output = tmp_path / "traces.jsonl"
     with pytest.raises(ValueError, match="shards are missing: 2/3"):
-        merge([shards[0], shards[2]], output)
+        merge_shards([shards[0], shards[2]], output)
     copied = shutil.copytree(shards[0], tmp_path / "copied" / "shard-0002-of-0003")
     with pytest.raises(ValueError, match="shard 1/3 is there twice"):
-        merge([shards[0], copied, shards[2]], output)
+        merge_shards([shards[0], copied, shards[2]], output)
     receipt = json.loads((copied / "shard.json").read_text())
 
     def claim(**settings):
@@ -396,18 +396,18 @@ def test_shards_that_do_not_belong_together_are_not_merged(server, codec, toolmi
 
     claim(shard="2/3")
     with pytest.raises(ValueError, match="is in .* too"):
-        merge([shards[0], copied, shards[2]], output)
+        merge_shards([shards[0], copied, shards[2]], output)
     claim(shard="2/3", seed=9)
     with pytest.raises(ValueError, match="other settings than .*seed"):
-        merge([shards[0], copied, shards[2]], output)
+        merge_shards([shards[0], copied, shards[2]], output)
     claim(shard="2/4")
     with pytest.raises(ValueError, match="other settings than .*shards"):
-        merge([shards[0], copied, shards[2]], output)
+        merge_shards([shards[0], copied, shards[2]], output)
     next(shards[1].glob("chunk-*")).unlink()
     with pytest.raises(ValueError, match="chunk is missing"):
-        merge([tmp_path / "all"], output)
+        merge_shards([tmp_path / "all"], output)
     with pytest.raises(ValueError, match="no shards here"):
-        merge([tmp_path / "nothing"], output)
+        merge_shards([tmp_path / "nothing"], output)
     assert not output.exists()
 
 
@@ -459,7 +459,7 @@ def test_what_cannot_be_a_trace_is_dropped_and_counted_with_its_reason(
                 record["reason"],
             )
             assert (record["trajectory"] is None) == bool(wanted)
-    summary = merge([tmp_path], tmp_path / "traces.jsonl")
+    summary = merge_shards([tmp_path], tmp_path / "traces.jsonl")
     assert (
         summary["kept"] + sum(summary["dropped"].values())
         == summary["questions"]
@@ -477,7 +477,7 @@ def test_what_cannot_be_a_trace_is_dropped_and_counted_with_its_reason(
         "the prompt is longer than the model's context"
     }
     with pytest.raises(ValueError, match="solved none of"):
-        merge([narrow], tmp_path / "none.jsonl")
+        merge_shards([narrow], tmp_path / "none.jsonl")
 
 
 @pytest.mark.parametrize("form", ["reasoning", "inline", "open in the prompt", "all inline"])
@@ -567,7 +567,7 @@ def test_whole_episodes_get_the_recorded_responses_or_end_with_the_reason(
 
 
 def _merged(place, folder):
-    merge([place], folder / "traces.jsonl")
+    merge_shards([place], folder / "traces.jsonl")
     return read_trajectories(folder / "traces.jsonl")
 
 

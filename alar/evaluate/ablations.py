@@ -39,7 +39,7 @@ _ASIDE = {"run", "eval", "figures", "inspector", "ablations"}
 
 
 @dataclass(frozen=True)
-class Variant:
+class MeasuredVariant:
     """One trained and evaluated variant, with the tables of notebook 06."""
 
     name: str
@@ -54,7 +54,9 @@ def files_of(run_dir: str | Path) -> list[Path]:
     return [Path(run_dir, stage, file) for stage, file in FILES]
 
 
-def read_variant(provenance: str | Path, questions: str | Path, turns: str | Path) -> Variant:
+def read_variant(
+    provenance: str | Path, questions: str | Path, turns: str | Path
+) -> MeasuredVariant:
     """From the files that a run leaves in runs/<experiment>/<name of the variant>/<domain>."""
     path = Path(provenance).resolve()
     try:
@@ -68,7 +70,7 @@ def read_variant(provenance: str | Path, questions: str | Path, turns: str | Pat
     for section, values in sections.items():
         if section not in _ASIDE:
             parameters |= {f"{section}.{key}": value for key, value in values.items()}
-    return Variant(
+    return MeasuredVariant(
         path.parents[1].name,
         seed,
         parameters,
@@ -77,7 +79,7 @@ def read_variant(provenance: str | Path, questions: str | Path, turns: str | Pat
     )
 
 
-def changed_parameters(variant: Variant, reference: Variant) -> dict[str, Any]:
+def changed_parameters(variant: MeasuredVariant, reference: MeasuredVariant) -> dict[str, Any]:
     """The parameters in which a variant differs from the reference, with its values."""
     changed = {}
     for name in sorted(variant.parameters.keys() | reference.parameters.keys()):
@@ -88,7 +90,7 @@ def changed_parameters(variant: Variant, reference: Variant) -> dict[str, Any]:
 
 
 def ablation_table(
-    variants: Sequence[Variant],
+    variants: Sequence[MeasuredVariant],
     *,
     systems: Sequence[str] = COMPARED,
     resamples: int = 10_000,
@@ -124,7 +126,7 @@ def ablation_table(
     return tables.read(pd.DataFrame(rows)[list(tables.ABLATIONS.columns)], tables.ABLATIONS)
 
 
-def by_type(variants: Sequence[Variant], systems: Sequence[str] = COMPARED) -> pd.DataFrame:
+def by_type(variants: Sequence[MeasuredVariant], systems: Sequence[str] = COMPARED) -> pd.DataFrame:
     """Accuracy by question type, averaged over seeds.
 
     One row per setting and system, one column per type.
@@ -141,7 +143,7 @@ def by_type(variants: Sequence[Variant], systems: Sequence[str] = COMPARED) -> p
 
 
 def each_run(
-    variants: Sequence[Variant],
+    variants: Sequence[MeasuredVariant],
     systems: Sequence[str] = COMPARED,
     *,
     resamples: int = 10_000,
@@ -153,7 +155,7 @@ def each_run(
     """
     options, rows = {"resamples": resamples, "seed": seed}, []
     for variant in variants:
-        summary = statistics.readable(statistics.summarise(variant.questions, **options))
+        summary = statistics.readable_summary(statistics.summarise(variant.questions, **options))
         shown = [system for system in systems if system in summary.index]
         chosen = summary.loc[shown].drop(columns=["n", "turns"])
         modes = statistics.adaptivity(variant.turns, **options).set_index("system").loc[shown]
@@ -165,7 +167,7 @@ def each_run(
     return _by_system(pd.concat(rows).set_index(["system", "variant", "seed"]), systems)
 
 
-def readable(table: pd.DataFrame) -> pd.DataFrame:
+def readable_ablations(table: pd.DataFrame) -> pd.DataFrame:
     """`tables.ABLATIONS` as people read it: percent, points and tokens, each with its interval."""
     table = tables.read(table, tables.ABLATIONS)
     spread = []
@@ -189,7 +191,7 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
     ).set_index(["system", "setting"])
 
 
-def _has(variant: Variant, system: str) -> bool:
+def _has(variant: MeasuredVariant, system: str) -> bool:
     return system in set(variant.questions["system"])
 
 
@@ -203,9 +205,9 @@ def _by_system(table: pd.DataFrame, systems: Sequence[str]) -> pd.DataFrame:
     )
 
 
-def _settings(variants: Sequence[Variant]) -> dict[str, dict[int, Variant]]:
+def _settings(variants: Sequence[MeasuredVariant]) -> dict[str, dict[int, MeasuredVariant]]:
     """Setting as people read it → seed → variant, in the order given; the reference comes first."""
-    settings: dict[str, dict[int, Variant]] = {}
+    settings: dict[str, dict[int, MeasuredVariant]] = {}
     for variant in variants:
         changed = changed_parameters(variant, variants[0])
         label = ", ".join(f"{name} {value}" for name, value in changed.items()) or REFERENCE
@@ -221,7 +223,10 @@ def _settings(variants: Sequence[Variant]) -> dict[str, dict[int, Variant]]:
 
 
 def _row(
-    ours: Mapping[int, Variant], reference: Mapping[int, Variant], system: str, options: dict
+    ours: Mapping[int, MeasuredVariant],
+    reference: Mapping[int, MeasuredVariant],
+    system: str,
+    options: dict,
 ) -> dict[str, Any]:
     """One setting (seed → variant) as one system, against the reference with the same seeds."""
     answers = [_answers(variant, system) for variant in ours.values()]
@@ -261,7 +266,7 @@ def _row(
     }
 
 
-def _answers(variant: Variant, system: str) -> pd.DataFrame:
+def _answers(variant: MeasuredVariant, system: str) -> pd.DataFrame:
     rows = variant.questions[variant.questions["system"] == system]
     if rows.empty:
         raise tables.TableError(f"{variant.name}: '{system}' was not evaluated; see eval.systems")

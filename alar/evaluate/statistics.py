@@ -35,7 +35,7 @@ __all__ = [
     "efficiency",
     "mode_share",
     "paired_bootstrap",
-    "readable",
+    "readable_summary",
     "running_mean",
     "summarise",
     "token_reduction",
@@ -215,7 +215,7 @@ def mode_share(turns: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(tables.MODE_SHARE.columns))
 
 
-def readable(summary: pd.DataFrame, question_type: str = "all") -> pd.DataFrame:
+def readable_summary(summary: pd.DataFrame, question_type: str = "all") -> pd.DataFrame:
     """The summary as people read it: percent and tokens, each followed by its interval."""
     summary = tables.read(summary, tables.SUMMARY)
     rows = summary[summary["question_type"] == question_type].set_index("system")

@@ -14,8 +14,8 @@ from alar.figures.style import MODE_COLOURS, MODE_NAMES
 from alar.inspector.tokens import (
     ORIGIN_COLOURS,
     ORIGIN_NAMES,
+    one_line,
     pieces,
-    shortened,
     stretches,
     turn_action,
 )
@@ -95,7 +95,7 @@ def headline_html(trajectory: Trajectory) -> str:
         mark = '<b class="no">✗</b>'
         gold = f" <small>gold: {escaped(' | '.join(question.answers))}</small>"
     kind = f" <small>({escaped(question.type)})</small>" if question.type else ""
-    return f"{mark} {escaped(shortened(question.text, 200))}{kind} → {answer}{gold}"
+    return f"{mark} {escaped(one_line(question.text, 200))}{kind} → {answer}{gold}"
 
 
 def turns_html(trajectory: Trajectory, p_latent: Sequence[float] | None = None) -> str:

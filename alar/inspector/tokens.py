@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from alar.figures.style import GREY, LIGHT, MODE_COLOURS
+from alar.figures.style import GREY, LIGHT, MODE_COLOURS, shortened
 from alar.protocol import BULLET
 from alar.records import Origin, Trajectory, TurnRecord
 from alar.rollout.codec import Codec
@@ -98,10 +98,9 @@ def turn_action(turn: TurnRecord) -> str:
     return f"{turn.action}: {turn.argument}" if turn.action else "no action"
 
 
-def shortened(text: str, width: int) -> str:
+def one_line(text: str, width: int) -> str:
     """At most `width` characters on one line."""
-    text = " ".join(text.split())
-    return text if len(text) <= width else text[: width - 1] + "…"
+    return shortened(" ".join(text.split()), width)
 
 
 def visible(text: str) -> str:

@@ -28,7 +28,7 @@ from alar.inspector.fragments import (
 )
 from alar.inspector.interventions import KINDS, Effect, Intervention, InterventionLab, Site
 from alar.inspector.readings import LatentReadings
-from alar.inspector.tokens import shortened, turn_action, visible
+from alar.inspector.tokens import one_line, turn_action, visible
 from alar.records import Trajectory
 from alar.rollout.codec import Codec
 
@@ -104,7 +104,7 @@ def lens_explorer(readings: Sequence[LatentReadings], twin: Figure | None = None
             lens_reading(readings[question], min(step, len(readings[question])) - 1, layer)
         )
 
-    labels = [shortened(each.about["question"], LABEL) for each in readings]
+    labels = [one_line(each.about["question"], LABEL) for each in readings]
     question, layers = _choice("question", labels), readings[0].num_layers
     step = ipywidgets.IntSlider(description="step", min=1, max=len(readings[0]))
     layer = ipywidgets.IntSlider(description="layer", min=0, max=layers, value=layers)
@@ -219,12 +219,12 @@ def _site_label(site: Site) -> str:
     """Question, turn and recorded action of a latent turn, on one line."""
     trajectory, number = site.trajectory, site.block.turn
     action = turn_action(trajectory.turns[number])
-    return f"{shortened(trajectory.question.text, 60)} · turn {number + 1} · {action}"
+    return f"{one_line(trajectory.question.text, 60)} · turn {number + 1} · {action}"
 
 
 def _questions(trajectories: Sequence[Trajectory]) -> ipywidgets.Dropdown:
     marks = ["✓" if trajectory.correct else "✗" for trajectory in trajectories]
-    texts = [shortened(trajectory.question.text, LABEL) for trajectory in trajectories]
+    texts = [one_line(trajectory.question.text, LABEL) for trajectory in trajectories]
     return _choice("question", [f"{mark} {text}" for mark, text in zip(marks, texts)])
 
 

@@ -19,13 +19,13 @@ from alar.domains.search.corpus import Hit, Passage, RetrievalError
 _WITHOUT_PROXY = dict.fromkeys(["all://localhost", "all://127.0.0.1", "all://[::1]"])
 
 
-class Document(BaseModel):
+class RetrievedDocument(BaseModel):
     id: str | int
     contents: Annotated[str, Field(pattern=r"\S")]  # at least one visible character
 
 
 class ScoredDocument(BaseModel):
-    document: Document
+    document: RetrievedDocument
     score: float
 
 

@@ -24,7 +24,7 @@ from alar.figures.style import (
 )
 from alar.inspector.interventions import Effect
 from alar.inspector.plots.shared import cells, drawable, put_text
-from alar.inspector.tokens import shortened
+from alar.inspector.tokens import one_line
 
 KIND_NAMES = {
     "zero": "zeros",
@@ -143,11 +143,11 @@ def draw_panel(effects: Sequence[Effect]) -> tuple[Figure, pd.DataFrame]:
         ink = BLUE if line.changed else "black"
         if line.control:
             ink = GREY
-        texts = (line.z, shortened(line.action, 62), f"{line.kl:.3f}", f"{line.distance:.2f}")
+        texts = (line.z, one_line(line.action, 62), f"{line.kl:.3f}", f"{line.distance:.2f}")
         for x, text in zip(columns.values(), texts, strict=True):
             put_text(axes, x, row + 0.6, text.replace("nan", "–"), fontsize=6, color=ink)
     site = effects[0].site
-    title = f"{shortened(site.trajectory.question.text, 80)} (turn {site.block.turn + 1})"
+    title = f"{one_line(site.trajectory.question.text, 80)} (turn {site.block.turn + 1})"
     axes.set_title(drawable(title), parse_math=False)
     footnote(
         figure,

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from alar.figures.style import MEASURED, PAGE, VERMILLION, footnote, new_figure, styled
 from alar.inspector.plots.shared import boxes, cells
 from alar.inspector.readings import LatentReadings
-from alar.inspector.tokens import shortened, visible
+from alar.inspector.tokens import one_line, visible
 
 SEGMENT_COLOURS = {  # what a latent step can look at
     "prompt": "#BBBBBB",
@@ -39,13 +39,13 @@ def draw_lens(readings: LatentReadings, turn: int) -> tuple[Figure, pd.DataFrame
     tops = np.empty(entropy.shape, dtype=object)
     for layer, k in np.ndindex(tops.shape):
         token, probability = readings.lens(rows[k], layer)[0]
-        tops[layer, k] = f"{shortened(visible(token), 14)}  {probability:.2f}"
+        tops[layer, k] = f"{one_line(visible(token), 14)}  {probability:.2f}"
     most = max(1e-6, float(entropy.max()))
     options = {"cmap": "Blues_r", "vmin": 0, "aspect": "auto", "origin": "lower"}
     image = cells(axes, entropy, tops, most, **options)
     labels = []
     for k, row in enumerate(rows, start=1):
-        near = shortened(visible(readings.nearest(row)[0][0]), 12)
+        near = one_line(visible(readings.nearest(row)[0][0]), 12)
         labels.append(f"k = {k}\n‖z‖ {readings.norm_ratio[row]:.2f}\nnear {near}")
     axes.set_xticks(range(len(rows)), labels, parse_math=False)
     axes.set_yticks(range(len(layers)), layers)

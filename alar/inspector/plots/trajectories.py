@@ -15,8 +15,8 @@ from alar.inspector.tokens import (
     ORIGIN_COLOURS,
     ORIGIN_NAMES,
     Piece,
+    one_line,
     pieces,
-    shortened,
     stretches,
     turn_action,
 )
@@ -40,7 +40,7 @@ def draw_trajectory(
     line, text = figure.subplots(2, 1, height_ratios=[0.55, height])
     _bar(line, shown, p_latent)
     mark = "correct" if shown.correct else f"wrong, expected {' | '.join(shown.question.answers)}"
-    title = shortened(f"{shown.question.text} → {shown.prediction} ({mark})", 120)
+    title = one_line(f"{shown.question.text} → {shown.prediction} ({mark})", 120)
     line.set_title(drawable(title), parse_math=False)
     _tokens(text, lines)
     handles = [
@@ -63,11 +63,11 @@ def draw_comparison(
         scores = (p_latent or {}).get(name)
         _bar(axes, shown, scores)
         title = f"{name}: {shown.prediction} ({'correct' if shown.correct else 'wrong'})"
-        axes.set_title(drawable(shortened(title, 110)), parse_math=False)
+        axes.set_title(drawable(one_line(title, 110)), parse_math=False)
         tables.append(_stretch_table(shown, scores).assign(system=name))
     grid[0].set_xlim(0, max(len(shown.ids) for shown in systems.values()))
     grid[-1].set_xlabel("Token")
-    question = shortened(shown.question.text, 130)
+    question = one_line(shown.question.text, 130)
     footnote(figure, drawable(question).replace("$", r"\$"))
     return figure, pd.concat(tables, ignore_index=True)
 
@@ -112,7 +112,7 @@ def _bar(axes, shown: Trajectory, p_latent: Sequence[float] | None) -> None:
             label = {"ha": "center", "va": "center", "fontsize": 5.8, "color": ink}
             axes.text(middle, 0.67, stretch.label, **label)
         if stretch.turn:
-            said = shortened(turn_action(shown.turns[stretch.turn - 1]), 34)
+            said = one_line(turn_action(shown.turns[stretch.turn - 1]), 34)
             if p_latent is not None:
                 said = f"p(latent) {p_latent[stretch.turn - 1]:.2f}\n{said}"
             put_text(axes, stretch.start, 0.37, said, va="top", fontsize=5, color=GREY)

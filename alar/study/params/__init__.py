@@ -91,7 +91,7 @@ def load_variants(
     return experiments
 
 
-def merge(layers: list[Layer], domain: str) -> tuple[dict, dict, list[str]]:
+def merge_layers(layers: list[Layer], domain: str) -> tuple[dict, dict, list[str]]:
     """(section → key → value, (section, key) → where it stands, problems); later layers win."""
     values: dict[str, dict[str, Any]] = {}
     where: dict[tuple[str, str], str] = {}
@@ -217,7 +217,7 @@ def _by_domain(
         except ParameterError as error:
             problems += error.problems
     for domain in DOMAINS:
-        values, where, found = merge(layers, domain)
+        values, where, found = merge_layers(layers, domain)
         problems += found
         try:
             drafts[domain], places[domain] = Experiment.model_validate(values), where

@@ -28,14 +28,14 @@ from alar.rollout.engine import Engine
 from alar.rollout.loop import MODES
 from alar.store import checkpoint_content
 from alar.study.teacher import Plan, Shard, sample_shard
-from alar.study.teacher.merging import merge
+from alar.study.teacher.merging import merge_shards
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         if options.command == "merge":
-            summary = merge(options.folders, options.output)
+            summary = merge_shards(options.folders, options.output)
             print(
                 f"{options.output}: {summary['kept']} of {summary['questions']} trajectories are"
                 " kept"

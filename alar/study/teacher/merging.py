@@ -15,7 +15,7 @@ from alar.records import Trajectory, write_trajectories
 from alar.study.teacher import SHARD_RECEIPT, Shard
 
 
-def merge(folders: Sequence[str | Path], output: str | Path) -> dict:
+def merge_shards(folders: Sequence[str | Path], output: str | Path) -> dict:
     """The kept trajectories of all shards as one file, and a summary beside it, `teacher.json`,
     which is returned.
 
