@@ -128,7 +128,7 @@ def sites(trajectories: Sequence[Trajectory], model_config, codec: Codec) -> lis
     return found
 
 
-def segments(trajectory: Trajectory) -> tuple[list[str], Int[np.ndarray, "T"]]:
+def segments(trajectory: Trajectory) -> tuple[list[str], Int[np.ndarray, " T"]]:
     """Names of the segments in reading order, and every token's index into them.
 
     "prompt", then for each turn t (from 1): "turn t" (its text and tags), "latent t" (its z) and

@@ -52,7 +52,7 @@ def step_table(
 
 def principal_components(
     table: pd.DataFrame, z: Float[np.ndarray, "N H"], components: int = 2
-) -> tuple[pd.DataFrame, Float[np.ndarray, "components"]]:
+) -> tuple[pd.DataFrame, Float[np.ndarray, " components"]]:
     """`table` with columns pc1, pc2, …, and the share of variance that each explains.
 
     Centred, not scaled; the sign of a component is fixed by its largest loading being positive.

@@ -104,7 +104,7 @@ def _text_embeddings(texts: Sequence[str], model, codec: Codec) -> Float[np.ndar
 
 def class_hits(
     features: Float[np.ndarray, "N F"], classes: np.ndarray, groups: np.ndarray, *, folds: int = 5
-) -> Bool[np.ndarray, "N"]:
+) -> Bool[np.ndarray, " N"]:
     """Whether each row's class is predicted by a logistic probe that never saw its group."""
     hits = np.zeros(len(classes), dtype=bool)
     for train, test in GroupKFold(folds).split(features, classes, groups):
@@ -123,7 +123,7 @@ def name_hits(
     groups: np.ndarray,
     *,
     folds: int = 5,
-) -> Bool[np.ndarray, "N"]:
+) -> Bool[np.ndarray, " N"]:
     """Whether the name nearest to each row's prediction is its own, for a ridge probe that never
     saw its group."""
     candidates, own = np.unique(names, return_inverse=True)  # own: (N,), rows of the table
@@ -213,7 +213,7 @@ def _scorer(target: str, names: np.ndarray, model, codec: Codec, groups: np.ndar
     texts = sorted(set(names)) if TARGETS[target] == "name" else []
     embeddings = dict(zip(texts, _text_embeddings(texts, model, codec))) if texts else {}
 
-    def score(features: np.ndarray, own: np.ndarray) -> Float[np.ndarray, "questions"]:
+    def score(features: np.ndarray, own: np.ndarray) -> Float[np.ndarray, " questions"]:
         if embeddings:
             hits = name_hits(features, own, embeddings, groups, folds=folds)
         else:

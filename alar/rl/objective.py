@@ -33,12 +33,12 @@ KL_LIMIT = 10.0
 
 
 def group_advantages(
-    rewards: Num[Tensor, "rollouts"],
-    groups: Shaped[Tensor, "rollouts"],
+    rewards: Num[Tensor, " rollouts"],
+    groups: Shaped[Tensor, " rollouts"],
     *,
     norm_by_std: bool = True,
     eps: float = 1e-6,
-) -> Float[Tensor, "rollouts"]:
+) -> Float[Tensor, " rollouts"]:
     """GRPO advantage of every rollout, in the rewards' dtype, without gradient.
 
     The standard deviation is the sample's (n − 1). A group of one keeps its reward, as in verl.
@@ -292,7 +292,7 @@ def informative_groups(
     return kept
 
 
-def mode_information(p_latent: Float[Tensor, "states"]) -> tuple[float, float, float]:
+def mode_information(p_latent: Float[Tensor, " states"]) -> tuple[float, float, float]:
     """H(M), H(M|X) and I(X;M) = H(M) − H(M|X) in bits, from the exact p(latent | state) of every
     visited state.
 

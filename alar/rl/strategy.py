@@ -133,9 +133,9 @@ class Loss(ABC):
     @abstractmethod
     def __call__(
         self,
-        log_probs: Float[Tensor, "tokens"],
-        behaviour: Float[Tensor, "tokens"],
-        advantages: Float[Tensor, "tokens"],
+        log_probs: Float[Tensor, " tokens"],
+        behaviour: Float[Tensor, " tokens"],
+        advantages: Float[Tensor, " tokens"],
     ) -> tuple[Float[Tensor, ""], float]:
         """(mean loss over the tokens, share of them that are clipped). `behaviour` are the
         log-probs at the time of sampling."""

@@ -84,7 +84,7 @@ def token_logprobs(
     temperature: float,
     latents: str,
     constrain: Callable[[Tensor], Tensor] | None = None,
-) -> Float[Tensor, "tokens"]:
+) -> Float[Tensor, " tokens"]:
     """Log-probs of the masked tokens in row-major order, under a latent or an ordinary model.
 
     `latents`: "recomputed" by `model`, or "cached" as recorded. `constrain` changes the logits
@@ -177,7 +177,7 @@ class ARGRPO:
         """The logits that the batch's masked tokens were sampled from, before the temperature."""
         return logits
 
-    def logprobs(self, model, batch: Batch) -> Float[Tensor, "tokens"]:
+    def logprobs(self, model, batch: Batch) -> Float[Tensor, " tokens"]:
         return token_logprobs(
             model,
             batch,

@@ -61,7 +61,7 @@ class ToolRequest:
         )
 
 
-def request_of(question: Question) -> Request:
+def request_of(question: Question) -> ToolRequest:
     """The request inside a question. Raises ValueError for a question of another domain."""
     if not question.details:
         raise ValueError(f"{question.id}: a question without details is not of the tool domain")
@@ -69,7 +69,7 @@ def request_of(question: Question) -> Request:
 
 
 @lru_cache(maxsize=4096)
-def _parsed(details: str, category: str) -> Request:
+def _parsed(details: str, category: str) -> ToolRequest:
     fields = json.loads(details)
     truth = fields["truth"]
     if truth is not None:
@@ -77,7 +77,7 @@ def _parsed(details: str, category: str) -> Request:
     return ToolRequest(tuple(fields["messages"]), tuple(fields["functions"]), truth, category)
 
 
-def bfcl_request(question: BFCLQuestion) -> Request:
+def bfcl_request(question: BFCLQuestion) -> ToolRequest:
     truth = None if question.ground_truth is None else (question.ground_truth,)
     return ToolRequest(question.messages, question.functions, truth, question.category)
 
