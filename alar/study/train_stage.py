@@ -13,6 +13,7 @@ loss.jsonl; evaluation and figures stay with the notebooks.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -143,4 +144,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if num_processes() > 1:
+        # All is written and every process has arrived. A thread of the process group may still be
+        # alive, and the interpreter's own way out would then abort, which torchrun calls a failure.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
