@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import Field
 
+from alar.domains.search.config import Retrieval
 from alar.methods.config import DualVocabulary, LengthRewards, Logprob, SelfTraining, Tokenskip
 from alar.parameters import Count, CountOrNone, Location, LocationOrName, Rate, Section
 from alar.rl.config import RLConfig
@@ -91,23 +92,6 @@ class Model(Section):
     projector_layer_norm: bool = True
     projector_residual: bool = False
     projector_scale: Literal["one", "embedding_rms"] = "one"
-
-
-class Retrieval(Section):
-    backend: Literal["tfidf", "e5", "http"] = "tfidf"
-    topk: Count = 2
-    url: str = ""
-    corpus: Location = ""
-    index: Location = ""
-    model: LocationOrName = "intfloat/e5-base-v2"
-
-    def inconsistencies(self):
-        if self.backend == "http" and not self.url.startswith(("http://", "https://")):
-            example = "such as http://127.0.0.1:8000"
-            return [("url", f"{self.url!r} is no address; backend http needs one {example}")]
-        if self.backend == "e5" and not self.corpus:
-            return [("corpus", "is empty; backend e5 needs the passages it searches, a JSONL file")]
-        return []
 
 
 class Rollout(Section):
