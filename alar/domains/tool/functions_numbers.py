@@ -12,15 +12,17 @@ from alar.domains.tool.schema import boolean, decimal, integer, numbers, text, t
 
 
 def _whole(value: float) -> int | float:
-    """A float without a fraction as an integer, others rounded to six decimals."""
+    """A float without a fraction as an integer; any other float rounded to six decimals."""
     value = round(value, 6)
     return int(value) if value == int(value) else value
 
 
 def _fraction(value: str) -> Fraction:
-    return Fraction(value.replace(" ", ""))
+    return Fraction(value.replace(" ", ""))  # "1 / 3" is a fraction, too
 
 
+# The bounds keep every result and the work for it small: 200! has 375 digits, 1000**60 has 181.
+# An argument beyond its bounds never reaches the lambda.
 TOOLS = tools_by_name(
     tool("gcd", "Greatest common divisor.", lambda a, b: math.gcd(a, b), a=integer(), b=integer()),
     tool("lcm", "Least common multiple.", lambda a, b: math.lcm(a, b), a=integer(), b=integer()),
@@ -52,7 +54,7 @@ TOOLS = tools_by_name(
         "log",
         "Logarithm to a base.",
         lambda x, base=10: _whole(math.log(x) / math.log(base)),
-        x=decimal(1e-9),
+        x=decimal(1e-9),  # there is no logarithm of 0
         base=integer(2, 1000, default=10),
     ),
     tool(
@@ -83,7 +85,7 @@ TOOLS = tools_by_name(
         "Base to an exponent.",
         lambda base, exponent: base**exponent,
         base=integer(-1000, 1000),
-        exponent=integer(0, 60),
+        exponent=integer(0, 60),  # a negative one would give a float
     ),
     tool(
         "divide",
@@ -163,7 +165,7 @@ TOOLS = tools_by_name(
         "from_base",
         "Number from digits in a base.",
         lambda digits, base: int(digits, base),
-        digits=text(longest=30),
+        digits=text(longest=30),  # 36**30 has 47 digits
         base=integer(2, 36),
     ),
     tool("bit_count", "Ones in binary.", lambda n: n.bit_count(), n=integer()),

@@ -19,10 +19,11 @@ from alar.domains.tool.schema import boolean, choice, integer, text, tool, tools
 
 _TEXT = text()
 _CHARACTER = text(longest=1)
-_BYTE = integer(0, 255)
+_BYTE = integer(0, 255)  # red, green or blue
 
 
 def _hsv(red: int, green: int, blue: int) -> list[int]:
+    # colorsys has all values in [0, 1]; people say degrees and percent.
     hue, saturation, value = colorsys.rgb_to_hsv(red / 255, green / 255, blue / 255)
     return [round(360 * hue), round(100 * saturation), round(100 * value)]
 
@@ -63,7 +64,7 @@ TOOLS = tools_by_name(
         "Text several times.",
         lambda text, times: text * times,
         text=text(longest=50),
-        times=integer(0, 20),
+        times=integer(0, 20),  # at most 1000 characters
     ),
     tool(
         "shorten",
@@ -108,7 +109,7 @@ TOOLS = tools_by_name(
     tool(
         "file_extension",
         "Extension of a path.",
-        lambda path: posixpath.splitext(path)[1],
+        lambda path: posixpath.splitext(path)[1],  # posixpath: the same on Windows
         path=_TEXT,
     ),
     tool("base_name", "Last part of a path.", lambda path: posixpath.basename(path), path=_TEXT),
@@ -126,7 +127,11 @@ TOOLS = tools_by_name(
     ),
     tool("code_point", "Unicode number.", lambda character: ord(character), character=_CHARACTER),
     tool(
-        "from_code_point", "Character of a Unicode number.", lambda n: chr(n), n=integer(32, 0xD7FF)
+        # Surrogates begin at 0xD800, and they cannot be written as UTF-8.
+        "from_code_point",
+        "Character of a Unicode number.",
+        lambda n: chr(n),
+        n=integer(32, 0xD7FF),
     ),
     tool(
         "normalize",
