@@ -33,7 +33,7 @@ from alar.figures.style import (
 
 _BLOCK_END = re.compile(r"(?<=</think>)|(?<=</latent>)")  # the empty place after the tag
 _HARDNESS = {"easy": (BLUE, "o"), "hard": (VERMILLION, "D")}  # colour, marker
-_MIN_TURNS = 10  # a point over fewer turns has too wide an interval to say anything
+_MIN_TURNS = 10  # turns that a point needs; with fewer its interval is very wide
 _WIDTH = 84  # characters of a line of a turn's text
 _BESIDE = 0.16  # distance of hard and easy turns of one number from their common place
 
@@ -85,7 +85,7 @@ def latent_share(
 def trajectory_figure(
     example: TableOrFile, *, scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
-    """Tokens per turn on one question: a bar for each turn of each system, and what the turn says."""
+    """Tokens per turn on one question: a bar per turn and system, beside what the turn says."""
     example = tables.read(example, tables.EXAMPLE_TURNS)
     questions = list(dict.fromkeys(example["question"]))
     example = example[example["question"] == questions[0]]  # the figure has room for one

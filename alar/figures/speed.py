@@ -86,7 +86,7 @@ def throughput(table: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd
     table = table.sort_values(["route", "concurrent"], ignore_index=True)
     figure = new_figure(COLUMN, 2.3)
     axes = figure.subplots()
-    axes.set_xscale("log", base=2)  # numbers of turns are doubled from point to point
+    axes.set_xscale("log", base=2)  # 1, 2, 4, 8 … are evenly spaced
     axes.set_yscale("log")
     for route, rows in table.groupby("route", sort=False):
         label, colour, marker = ROUTES.get(route, (route, BLACK, "D"))

@@ -24,7 +24,7 @@ from PIL import Image
 from alar.evaluate.intervals import Estimate
 
 COLUMN, PAGE = 3.4, 7.0  # inches
-DASHED = (0, (4, 2))  # line of a reference: 4 points drawn, 2 left out
+DASHED = (0, (4, 2))  # line of a reference; dash and gap, in line widths
 
 MEASURED = "measured"  # what the small print says unless told otherwise
 TableOrFile = pd.DataFrame | str | Path  # a table, or the file that holds it
@@ -203,7 +203,7 @@ def interval_bars(axes, x, y, low, high, *, along: str = "y", **style) -> None:
     """Points, each with its interval along one axis. Without interval ends a point stands bare."""
     x, y, low, high = (np.asarray(value, dtype=float) for value in (x, y, low, high))  # (points,)
     centre = y if along == "y" else x
-    # Distances to both ends, (2, points). Rounding may make one slightly negative: an error there.
+    # Distances to both ends, (2, points). Rounding may make one negative, an error in matplotlib.
     reach = np.abs(np.nan_to_num(np.stack([centre - low, high - centre])))
     style = {"linestyle": "none", "elinewidth": 1.0, "capsize": 1.8, "capthick": 0.8} | style
     axes.errorbar(x, y, **{f"{along}err": reach}, **style)
