@@ -53,7 +53,7 @@ TOOLS = tools_by_name(
     tool(
         "leap_days",
         "Leap years from start to before end.",
-        lambda start, end: calendar.leapdays(start, end),
+        lambda start, end: calendar.leapdays(start, end),  # `end` itself is not counted
         start=_YEAR,
         end=_YEAR,
     ),
@@ -100,7 +100,7 @@ TOOLS = tools_by_name(
     tool(
         "duration",
         "Seconds as h:mm:ss.",
-        lambda seconds: str(timedelta(seconds=seconds)),
+        lambda seconds: str(timedelta(seconds=seconds)),  # from a day on: "1 day, 0:01:01"
         seconds=integer(0, 10**9),
     ),
     tool(
@@ -148,11 +148,12 @@ TOOLS = tools_by_name(
         "int_to_ip",
         "IPv4 address of a number.",
         lambda n: str(ipaddress.IPv4Address(n)),
-        n=integer(0, 2**32 - 1),
+        n=integer(0, 2**32 - 1),  # IPv4 only
     ),
     tool(
         "network_size",
         "Addresses in a network.",
+        # an error if host bits are set, as in 10.0.0.1/24
         lambda network: ipaddress.ip_network(network).num_addresses,
         network=_ADDRESS,
     ),

@@ -30,7 +30,7 @@ TOOLS = tools_by_name(
     tool(
         "comb",
         "Ways to choose k of n items.",
-        lambda n, k: math.comb(n, k),
+        lambda n, k: math.comb(n, k),  # 0 if k > n
         n=integer(0, 500),
         k=integer(0, 500),
     ),
@@ -41,7 +41,9 @@ TOOLS = tools_by_name(
         n=integer(0, 200),
         k=integer(0, 200),
     ),
-    tool("isqrt", "Integer square root.", lambda n: math.isqrt(n), n=integer(0)),
+    tool(
+        "isqrt", "Integer square root.", lambda n: math.isqrt(n), n=integer(0)
+    ),  # negative: refused
     tool("sqrt", "Square root.", lambda x: _whole(math.sqrt(x)), x=decimal(0)),
     tool(
         "hypot",
@@ -78,7 +80,7 @@ TOOLS = tools_by_name(
         lambda base, exponent, m: pow(base, exponent, m),
         base=integer(),
         exponent=integer(0),
-        m=integer(1),
+        m=integer(1),  # no division by 0
     ),
     tool(
         "power",
@@ -90,7 +92,7 @@ TOOLS = tools_by_name(
     tool(
         "divide",
         "Quotient and remainder.",
-        lambda a, b: list(divmod(a, b)),
+        lambda a, b: list(divmod(a, b)),  # JSON has no tuples
         a=integer(),
         b=integer(1),
     ),
@@ -104,7 +106,7 @@ TOOLS = tools_by_name(
     tool(
         "mode",
         "Most frequent value.",
-        lambda values: statistics.mode(values),
+        lambda values: statistics.mode(values),  # of equally frequent values the first
         values=numbers("integer"),
     ),
     tool(
@@ -135,12 +137,12 @@ TOOLS = tools_by_name(
         "The k largest values.",
         lambda values, k: heapq.nlargest(k, values),
         values=numbers("integer"),
-        k=integer(1, 50),
+        k=integer(1, 50),  # a list has at most 50 items
     ),
     tool(
         "rank",
         "Place of x among sorted values.",
-        lambda values, x: bisect.bisect_left(sorted(values), x),
+        lambda values, x: bisect.bisect_left(sorted(values), x),  # 0 if none is smaller
         values=numbers("integer"),
         x=integer(),
     ),
@@ -154,7 +156,7 @@ TOOLS = tools_by_name(
     tool(
         "simplify",
         "Fraction in lowest terms.",
-        lambda numerator, denominator: str(Fraction(numerator, denominator)),
+        lambda numerator, denominator: str(Fraction(numerator, denominator)),  # 6, 3 → "2"
         numerator=integer(),
         denominator=integer(1),
     ),

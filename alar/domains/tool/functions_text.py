@@ -29,6 +29,7 @@ def _hsv(red: int, green: int, blue: int) -> list[int]:
 
 
 def _rgb(hue: int, saturation: int, value: int) -> list[int]:
+    # colorsys returns the three parts in [0, 1], and a byte has 256 values.
     return [
         round(255 * part) for part in colorsys.hsv_to_rgb(hue / 360, saturation / 100, value / 100)
     ]
@@ -69,6 +70,7 @@ TOOLS = tools_by_name(
     tool(
         "shorten",
         "Cut text at a width.",
+        # cuts between words only
         lambda text, width: textwrap.shorten(text, width, placeholder="…"),
         text=_TEXT,
         width=integer(1, 200),
@@ -87,7 +89,7 @@ TOOLS = tools_by_name(
     tool(
         "base64_encode",
         "Base64 code.",
-        lambda text: base64.b64encode(text.encode()).decode(),
+        lambda text: base64.b64encode(text.encode()).decode(),  # codes are of the UTF-8 bytes
         text=_TEXT,
     ),
     tool("url_quote", "Escape text for a URL.", lambda text: quote(text), text=_TEXT),
@@ -96,6 +98,7 @@ TOOLS = tools_by_name(
     tool(
         "similarity",
         "Similarity in percent.",
+        # depends on the order of a and b
         lambda a, b: round(100 * difflib.SequenceMatcher(None, a, b).ratio()),
         a=_TEXT,
         b=_TEXT,
@@ -116,13 +119,13 @@ TOOLS = tools_by_name(
     tool(
         "char_name",
         "Unicode name.",
-        lambda character: unicodedata.name(character),
+        lambda character: unicodedata.name(character),  # an error for a character without a name
         character=_CHARACTER,
     ),
     tool(
         "char_category",
         "Unicode category.",
-        lambda character: unicodedata.category(character),
+        lambda character: unicodedata.category(character),  # two letters, such as "Ll"
         character=_CHARACTER,
     ),
     tool("code_point", "Unicode number.", lambda character: ord(character), character=_CHARACTER),
