@@ -82,7 +82,7 @@ def _panel(axes, rows: pd.DataFrame, looks: dict[str, dict]) -> None:
 
 
 def _looks(methods: list[str]) -> dict[str, dict]:
-    """Colour and marker of every method: distinct in pairs for any number of them."""
+    """method → colour and marker. No two methods share both, up to 66 besides base and ALAR."""
     looks = {
         "base": {"color": BLACK, "marker": "*", "markersize": 8},
         "ALAR": {"color": GREEN, "marker": "o", "markersize": 5},

@@ -29,7 +29,7 @@ def _hsv(red: int, green: int, blue: int) -> list[int]:
 
 
 def _rgb(hue: int, saturation: int, value: int) -> list[int]:
-    # colorsys returns the three parts in [0, 1], and a byte has 256 values.
+    # colorsys returns red, green and blue in [0, 1].
     return [
         round(255 * part) for part in colorsys.hsv_to_rgb(hue / 360, saturation / 100, value / 100)
     ]
@@ -89,7 +89,7 @@ TOOLS = tools_by_name(
     tool(
         "base64_encode",
         "Base64 code.",
-        lambda text: base64.b64encode(text.encode()).decode(),  # codes are of the UTF-8 bytes
+        lambda text: base64.b64encode(text.encode()).decode(),  # the code of the UTF-8 bytes
         text=_TEXT,
     ),
     tool("url_quote", "Escape text for a URL.", lambda text: quote(text), text=_TEXT),

@@ -149,7 +149,7 @@ class ToolForm:
         return *opening, text, Trusted("<|im_end|>\n<|im_start|>assistant\n")
 
     def invalid(self, problem: str) -> str:
-        # The problem may quote the policy's own text; no tag of it may close the response.
+        # The problem may quote the policy's own text; none of its tags may close the response.
         return responses_text([_json({"error": problem}).replace("<", "\\u003c")])
 
     def parse(self, text: str) -> Turn:

@@ -91,7 +91,7 @@ _SENTENCES = {  # split → sentences around what is asked; validation and test 
     "test": ("Please tell me {0}.", "Give me {0}.", "Please find {0}.", "I want to find {0}."),
 }
 _PRETRAINING_CONNECTIONS = (" and also ", "; and ", ", then ")
-_CONNECTIONS = {  # split → words between the calls of one request; distinct likewise
+_CONNECTIONS = {  # split → words between the calls of one request
     "pretraining": _PRETRAINING_CONNECTIONS,
     "train": (
         *_PRETRAINING_CONNECTIONS,
@@ -142,11 +142,11 @@ class Draw:
     split: str
     rng: random.Random
     offer: dict[str, Tool]
-    hard: bool  # whether one turn shall have something to work out
+    hard: bool  # whether one turn needs a computation
 
 
 def _calls_of(split: str) -> str:
-    """The split that a split's calls belong to."""
+    """The split whose calls a split asks for: "pretraining" asks for those of "train"."""
     return "train" if split == "pretraining" else split
 
 
@@ -234,7 +234,7 @@ def sample_question(
         raise ValueError(f"unknown split {split!r}: expected one of {', '.join(SPLITS)}")
     write = {"multi_turn": _chain, "irrelevance": _irrelevant}.get(category, _one_turn)
     hard = rng.random() < hard_share
-    # Many draws fail: of another split, too long a result, nothing to compute. So try again.
+    # A draw may fail: it is of another split, its result is too long, or nothing can be computed.
     while True:
         solved = write(Draw(category, split, rng, world.offer(rng), hard))
         if solved is not None:
@@ -261,7 +261,7 @@ def _one_turn(draw: Draw) -> Solved | None:
         return None  # the same call twice
     if draw.category == "parallel_multiple" and calls[0].tool is calls[1].tool:
         return None  # two phrases for one function
-    draw.rng.shuffle(calls)  # so that the hard call may be any of them
+    draw.rng.shuffle(calls)  # so that the hard call is not always the first
     working = "".join(f"{call.working}. " for call in calls if call.working)
     written = calls_text([call.written() for call in calls])
     steps = [Step(f"{working}{_plan(calls)}.", "call", written), _last(calls)]
@@ -288,7 +288,7 @@ def _chain(draw: Draw) -> Solved | None:
     value = _as_argument(inner.result, slot)
     if value is None:
         return None
-    working, words = "", inner.asked  # of the argument that the first call gives
+    working, words = "", inner.asked  # for the argument that comes from the first call
     hard_turns = (0,) if inner.working else ()
     if draw.hard and not inner.working:  # the second call needs the computation instead
         if slot.kind != "integer" or value + 2 > slot.high:

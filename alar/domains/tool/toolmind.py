@@ -290,7 +290,7 @@ def _schema(schema: Any) -> dict:
     kind = fixed.get("type")
     fixed["type"] = _TYPES.get(kind, "string") if isinstance(kind, str) else "string"
     if fixed["type"] == "array":
-        fixed["items"] = _schema(fixed.get("items"))  # the items of a list without any are texts
+        fixed["items"] = _schema(fixed.get("items"))  # a list that does not say has texts
     if isinstance(fixed.get("properties"), dict):
         fixed["properties"] = {key: _schema(value) for key, value in fixed["properties"].items()}
     return fixed

@@ -597,7 +597,7 @@ def accepted(tool: Tool, arguments: dict) -> dict:
     values = {}  # parameter → accepted values
     for name, parameter in tool.parameters.items():
         if name not in arguments:
-            values[name] = ["", parameter.default]  # left out, or said as what it is by default
+            values[name] = ["", parameter.default]  # either left out or given as its default
         elif arguments[name] == parameter.default:
             values[name] = [arguments[name], ""]
         else:
