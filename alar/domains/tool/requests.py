@@ -71,7 +71,7 @@ def request_of(question: Question) -> Request:
     return _parsed(question.details, question.type)
 
 
-@lru_cache(maxsize=4096)  # prompt, environment and judge each read the same request
+@lru_cache(maxsize=4096)
 def _parsed(details: str, category: str) -> Request:
     fields = json.loads(details)
     truth = fields["truth"]
@@ -82,7 +82,7 @@ def _parsed(details: str, category: str) -> Request:
 
 
 def bfcl_request(question: BFCLQuestion) -> Request:
-    truth = None if question.ground_truth is None else (question.ground_truth,)  # one turn
+    truth = None if question.ground_truth is None else (question.ground_truth,)
     return ToolRequest(question.messages, question.functions, truth, question.category)
 
 
