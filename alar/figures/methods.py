@@ -1,4 +1,4 @@
-"""The compared methods: accuracy against tokens with both intervals; TokenSkip at every ratio."""
+"""The compared methods: accuracy against tokens with intervals, and TokenSkip at all ratios."""
 
 from __future__ import annotations
 
@@ -35,22 +35,23 @@ _COLOURS = (BLUE, VERMILLION, PURPLE, ORANGE, SKY, GREY)
 _MARKERS = "sD^vPXphd<>"
 _BARS = "bars: 95 % intervals, bootstrap"
 _LEGEND_LENGTH = 34  # characters of a line
-_NEAR = 0.1  # how far below the base's accuracy a method is still drawn larger
+_NEAR = 0.1  # methods at most this far below the base's accuracy are drawn again, larger
 
 
 @styled
 def methods_figure(table: TableOrFile) -> tuple[Figure, pd.DataFrame]:
     """Accuracy against mean generated tokens, one row of panels per domain.
 
-    The left panel has all methods, the right one those near the base's accuracy, larger. Settings
-    of one method are joined by a line. Up and to the left is better; the dashed lines go through
-    the base of each domain.
+    The left panel has all methods. The right one has those near the base's accuracy, larger. A line
+    joins the settings of one method. Up and to the left is better. The dashed lines go through the
+    base of each domain.
     """
     table = tables.read(table, tables.METHODS)
-    # Settings that are empty come back from a CSV file as NaN.
+    # An empty setting comes back from a CSV file as NaN.
     table = table.assign(settings=table["settings"].fillna(""))
     domains = tables.in_order(table["domain"], ("search", "tool"))
-    looks = _looks(tables.in_order(table["method"], ("base", "ALAR")))
+    looks = _looks(tables.in_order(table["method"], ("base", "ALAR")))  # method → colour and marker
+    # room for the legend
     figure = new_figure(PAGE, max(2.6 * len(domains), 0.6 + 0.16 * len(looks)))
     grid = figure.subplots(len(domains), 2, squeeze=False)
     for number, (panels, domain) in enumerate(zip(grid, domains, strict=True)):
@@ -58,6 +59,7 @@ def methods_figure(table: TableOrFile) -> tuple[Figure, pd.DataFrame]:
         base = rows.loc[rows["method"] == "base", "accuracy"]
         near = rows if base.empty else rows[rows["accuracy"] > base.iloc[0] - _NEAR]
         where = f"{domain}, " if len(domains) > 1 else ""
+        # title → rows
         shown = {"all methods": rows, f"at most {100 * _NEAR:.0f} points below the base": near}
         for column, (axes, title) in enumerate(zip(panels, shown, strict=True)):
             _panel(axes, shown[title], looks)
@@ -80,19 +82,21 @@ def _panel(axes, rows: pd.DataFrame, looks: dict[str, dict]) -> None:
 
 
 def _looks(methods: list[str]) -> dict[str, dict]:
-    """Colour and marker of every method: distinct in pairs for any number of them."""
+    """method → colour and marker. No two methods share both, up to 66 besides base and ALAR."""
     looks = {
         "base": {"color": BLACK, "marker": "*", "markersize": 8},
         "ALAR": {"color": GREEN, "marker": "o", "markersize": 5},
     }
     others = [method for method in methods if method not in looks]
     for number, method in enumerate(others):
+        # 6 and 11 have no common divisor: 66 pairs
         colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
         looks[method] = {"color": colour, "marker": marker, "markersize": 4.5}
-    return {method: looks[method] for method in methods}
+    return {method: looks[method] for method in methods}  # in the order of the legend
 
 
 def _draw(axes, part: pd.DataFrame, look: dict) -> None:
+    # above the line that joins settings
     thin = look | {"elinewidth": 0.7, "capsize": 1.2, "zorder": 3}
     estimate_bars(axes, part, "accuracy", part["tokens"], **thin)
     estimate_bars(axes, part, "tokens", part["accuracy"], along="x", **thin)
@@ -120,22 +124,22 @@ def _legend(table: pd.DataFrame, looks: dict[str, dict]) -> list[Line2D]:
 def ratios(
     table: TableOrFile, achieved: pd.DataFrame | None = None, *, scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
-    """Accuracy and think tokens against the ratio in the prompt, one line per model and scorer.
+    """Accuracy and think tokens against the ratio in the prompt. One line per model and scorer.
 
-    `achieved` adds what the training data hold at each ratio.
+    `achieved` adds the tokens that the training data hold at each ratio.
     """
     table = tables.read(table, tables.RATIOS)
     figure = new_figure(PAGE, 2.4)
     left, right = figure.subplots(1, 2)
     lines = table.groupby(["model", "scorer"], sort=False)
-    colours = (BLUE, VERMILLION, GREEN, PURPLE, BLACK) * 2
+    colours = (BLUE, VERMILLION, GREEN, PURPLE, BLACK) * 2  # up to ten lines
     for ((model, scorer), rows), colour, marker in zip(lines, colours, "osD^v" * 2):
         rows = rows.sort_values("ratio")
         look = {"color": colour, "marker": marker, "label": f"{model}, {scorer}"}
         for axes, name in ((left, "accuracy"), (right, "think_tokens")):
             axes.plot(rows["ratio"], rows[name], color=colour, linewidth=0.8)
             estimate_bars(axes, rows, name, rows["ratio"], **look)
-    # What a prompt would give whose ratio were obeyed to the letter.
+    # What a model would write that obeys the ratio to the letter, given its largest one.
     largest = table["ratio"].max()
     whole = table.loc[table["ratio"] == largest, "think_tokens"].mean() / largest
     dashed = {"color": GREY, "linewidth": 0.8, "linestyle": DASHED}

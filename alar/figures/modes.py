@@ -31,21 +31,21 @@ from alar.figures.style import (
     type_name,
 )
 
-_BLOCK_END = re.compile(r"(?<=</think>)|(?<=</latent>)")
+_BLOCK_END = re.compile(r"(?<=</think>)|(?<=</latent>)")  # the empty place after the tag
 _HARDNESS = {"easy": (BLUE, "o"), "hard": (VERMILLION, "D")}  # colour, marker
-_MIN_TURNS = 10  # of a point
+_MIN_TURNS = 10  # turns that a point needs; with fewer its interval is very wide
 _WIDTH = 84  # characters of a line of a turn's text
-_BESIDE = 0.16  # hard and easy turns of the same number stand side by side
+_BESIDE = 0.16  # distance of hard and easy turns of one number from their common place
 
 
 @styled
 def latent_share(
     shares: TableOrFile, *, systems: tuple[str, ...] = ("warmup", "alar"), scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
-    """Latent share by question type and turn, one panel per system, hard turns marked.
+    """Latent share by question type and turn, with one panel per system and hard turns marked.
 
-    `shares` comes from `alar.evaluate.statistics.mode_share`. Positions that fewer than 10 turns
-    reached are left out, unless that would leave nothing.
+    `shares` comes from `alar.evaluate.statistics.mode_share`. Rows of fewer than 10 turns are left
+    out, unless nothing would be left. Raises TableError if a system is not in the table.
     """
     shares = tables.read(shares, tables.MODE_SHARE)
     absent = [name for name in systems if name not in set(shares["system"])]
@@ -60,13 +60,14 @@ def latent_share(
         shown = shown[shown["n"] >= _MIN_TURNS]
     types = tables.in_order(shown["question_type"], tables.QUESTION_TYPES)
     places = _places(shown, types)
-    figure = new_figure(PAGE, 0.9 + 1.25 * len(systems))
+    figure = new_figure(PAGE, 0.9 + 1.25 * len(systems))  # inches
+    # (systems,)
     grid = figure.subplots(len(systems), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for index, (axes, system) in enumerate(zip(grid, systems, strict=True)):
         _share_panel(axes, shown[shown["system"] == system], places)
         axes.set_title(f"{panel_letter(index)}   {system_name(system)}")
         axes.set_ylabel("Latent share (%)")
-        axes.set_ylim(-0.05, 1.05)
+        axes.set_ylim(-0.05, 1.05)  # room for whole markers at 0 % and 100 %
         percent_axis(axes.yaxis)
     _label_types(grid[-1], types, places)
     handles = [
@@ -84,23 +85,25 @@ def latent_share(
 def trajectory_figure(
     example: TableOrFile, *, scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
-    """Tokens per turn on one question, a bar per turn and system, beside what the turn says."""
+    """Tokens per turn on one question: a bar per turn and system, beside what the turn says."""
     example = tables.read(example, tables.EXAMPLE_TURNS)
     questions = list(dict.fromkeys(example["question"]))
-    example = example[example["question"] == questions[0]]
+    example = example[example["question"] == questions[0]]  # the figure has room for one
     systems = tables.in_order(example["system"], tables.SYSTEMS)
+    # A stable sort keeps the order of the turns within a system.
     rows = example.sort_values("turn", kind="stable").sort_values(
         "system", key=lambda names: names.map(systems.index), kind="stable", ignore_index=True
     )
     longest = rows["tokens"].max()
     figure = new_figure(PAGE, 1.0 + 0.3 * len(rows) + 0.12 * len(systems))
-    axes, text = figure.subplots(1, 2, sharey=True, width_ratios=[1, 1.55])
+    axes, text = figure.subplots(1, 2, sharey=True, width_ratios=[1, 1.55])  # bars, words
     heights = _heights(rows["system"])
     for place, row in zip(heights, rows.itertuples(), strict=True):
         axes.barh(place, row.tokens, height=0.72, color=MODE_COLOURS[row.mode])
         label = f"{row.tokens:g}"
         axes.text(row.tokens + 0.02 * longest, place, label, va="center", fontsize=6.3)
         said = _excerpt(row.text)
+        # a "$" is no formula
         small = {"va": "center", "fontsize": 5.8, "linespacing": 1.25, "parse_math": False}
         text.text(0, place, said, **small)
     labels = [f"turn {row.turn}{'  (hard)' if row.hard else ''}" for row in rows.itertuples()]
@@ -108,12 +111,12 @@ def trajectory_figure(
     for label, hard in zip(axes.get_yticklabels(), rows["hard"], strict=True):
         label.set_fontweight("bold" if hard else "normal")
     for system in systems:
-        own = rows.index[rows["system"] == system]
+        own = rows.index[rows["system"] == system]  # the rows of one system
         title = f"{system_name(system)}: {rows.loc[own, 'tokens'].sum():g} tokens"
-        above = heights[own[0]] - 0.72
+        above = heights[own[0]] - 0.72  # the axis points down
         text.text(0, above, title, fontsize=6.5, fontweight="bold", va="center")
-    axes.set_ylim(heights[-1] + 0.6, -1.1)
-    axes.set_xlim(0, 1.14 * longest)
+    axes.set_ylim(heights[-1] + 0.6, -1.1)  # upside down, with room for the first title
+    axes.set_xlim(0, 1.14 * longest)  # room for the number behind the longest bar
     axes.set_xlabel("Generated tokens in the turn")
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
@@ -129,15 +132,15 @@ def trajectory_figure(
 
 
 def _heights(systems: pd.Series) -> list[float]:
-    """Vertical places of the turns, with a space where the next system begins."""
+    """Vertical places of the turns, with a larger step where the next system begins."""
     heights = [0.0]
-    for before, after in zip(systems[:-1], systems[1:]):  # neighbours
+    for before, after in zip(systems[:-1], systems[1:]):  # pairs of neighbours
         heights.append(heights[-1] + (1.0 if before == after else 1.7))
     return heights
 
 
 def _places(shown: pd.DataFrame, types: list[str]) -> dict[tuple[str, int], float]:
-    """Horizontal place of every (question type, turn), with a space between types."""
+    """(question type, turn) → horizontal place, with a space between types."""
     places, x = {}, 0.0
     for question_type in types:
         for turn in sorted(set(shown.loc[shown["question_type"] == question_type, "turn"])):
@@ -150,9 +153,10 @@ def _places(shown: pd.DataFrame, types: list[str]) -> dict[tuple[str, int], floa
 def _share_panel(axes, rows: pd.DataFrame, places: dict[tuple[str, int], float]) -> None:
     keys = ["question_type", "turn"]
     x = np.array([places[key] for key in rows[keys].itertuples(index=False, name=None)])
+    # Only a place with both kinds of turns needs them side by side.
     aside = np.where(rows["hard"], _BESIDE, -_BESIDE)
     rows = rows.assign(x=x + np.where(rows.duplicated(keys, keep=False), aside, 0.0))
-    # A line joins the turns of one type; types have nothing between them.
+    # A line joins the turns of one type. No line leads from type to type.
     for _, line in rows.groupby("question_type"):
         line = line.sort_values("x")
         axes.plot(line["x"], line["latent_share"], color=GREY, linewidth=0.8, zorder=1)
@@ -169,6 +173,7 @@ def _label_types(axes, types: list[str], places: dict[tuple[str, int], float]) -
         axes.annotate(
             type_name(question_type),
             ((x[0] + x[-1]) / 2, 0),
+            # x in turns, y as a share of the axes' height; the text 15 points below.
             xycoords=axes.get_xaxis_transform(),
             xytext=(0, -15),
             textcoords="offset points",
@@ -181,7 +186,7 @@ def _label_types(axes, types: list[str], places: dict[tuple[str, int], float]) -
 
 
 def _excerpt(text: str) -> str:
-    """The reasoning block on one line, the action on the next, both shortened to the width."""
+    """The reasoning block on one line and the action on the next, both cut to the width."""
     parts = _BLOCK_END.split(str(text), maxsplit=1)
     lines = [textwrap.shorten(part.strip(), _WIDTH, placeholder=" …") for part in parts]
     return "\n".join(line for line in lines if line)

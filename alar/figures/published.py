@@ -1,9 +1,10 @@
 """Results of the ALAR paper (arXiv 2606.02871) and of the methods it compares with.
 
-Means over the paper's six search sets (EM, %) and over BFCL's four categories (accuracy, %), with
-generated tokens. They are second-hand and agree with the released figure, digitised to 0.1 points.
-Two 3B rows, marked `digitised`, are known from that figure only: their token reduction is read off,
-their token count is not known. Numbers that could not be found are left out.
+The numbers are means over the paper's six search sets (EM, %) and over BFCL's four categories
+(accuracy, %), with generated tokens. They are second-hand and agree with the released figure,
+digitised to 0.1 points. We know two 3B rows, marked `digitised`, from that figure only. Their token
+reduction was read from it, and their token count is not known. Numbers that we could not find are
+left out.
 """
 
 from __future__ import annotations
@@ -38,16 +39,17 @@ def results() -> pd.DataFrame:
     """One row per published point.
 
     Columns: setting, system, accuracy, tokens, accuracy_difference, token_reduction, digitised.
-    Accuracies and reductions are fractions; differences and reductions are against the base of the
+    Accuracies and reductions are fractions. Differences and reductions compare with the base of the
     same setting.
     """
     table = pd.DataFrame(
         _ROWS, columns=["setting", "system", "accuracy", "tokens", "token_reduction"]
     )
-    base = table[table["system"] == "base"].set_index("setting")
+    base = table[table["system"] == "base"].set_index("setting")  # setting → its base
     table["accuracy"] /= 100
     table["accuracy_difference"] = table["accuracy"] - table["setting"].map(base["accuracy"] / 100)
-    table["digitised"] = table["token_reduction"].notna()
+    table["digitised"] = table["token_reduction"].notna()  # only these rows give it themselves
+    # NaN where the count is unknown
     computed = 1 - table["tokens"] / table["setting"].map(base["tokens"])
     table["token_reduction"] = table["token_reduction"].astype(float).fillna(computed)
     return table

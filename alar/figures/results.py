@@ -1,8 +1,8 @@
 """What the evaluation found.
 
-Accuracy against tokens, stages, question types, controls at inference, oracle router. Every drawing
-function reads summaries (`tables.SUMMARY`, made by `alar.evaluate.statistics.summarise`) and
-returns the figure with the table of what it shows.
+The figures: accuracy against tokens, stages, question types, controls at inference, oracle router.
+Every drawing function reads a summary (`tables.SUMMARY`, which `alar.evaluate.statistics.summarise`
+makes) and returns the figure with the table of what it shows.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from alar.figures.style import (
 )
 
 _BARS = "bars: 95 % intervals, paired bootstrap"
-_METRIC_TITLES = {
+_METRIC_TITLES = {  # column of the summary → title of its panel
     "em": "Accuracy (%)",
     "tokens": "Tokens per question",
     "latent_share": "Latent share of turns (%)",
     "em_difference": "Accuracy − {reference} (points)",
     "token_reduction": "Fewer tokens than {reference} (%)",
 }
-_SHARES = ("em", "latent_share", "em_difference", "token_reduction")
+_SHARES = ("em", "latent_share", "em_difference", "token_reduction")  # fractions, shown in percent
 
-# A router this close to the oracle counts as close.
-_EM_MARGIN = 0.04
-_TOKEN_MARGIN = 1.25
+# A policy within these margins of the oracle router counts as close to it.
+_EM_MARGIN = 0.04  # 4 points of accuracy
+_TOKEN_MARGIN = 1.25  # factor
 
 _OURS = "this study"
-_SETTING_COLOURS = {
+_SETTING_COLOURS = {  # model and domain of the published rows → colour
     "Search-R1 7B": BLUE,
     "Search-R1 3B": ORANGE,
     "Qwen3-4B, tools": PURPLE,
@@ -73,14 +73,15 @@ def accuracy_against_tokens(
 ) -> tuple[Figure, pd.DataFrame]:
     """Accuracy change against token reduction, each from its own base.
 
-    Published points are hollow, ours filled. The vertical axis is broken where a wide gap would
+    Published points are hollow, ours are filled. The vertical axis is broken if a wide gap would
     squeeze the points above it.
     """
     measured = _rows(summary, "all")
     points = pd.concat([_published_points(), _measured_points(measured)], ignore_index=True)
+    # (low, high) of each panel
     bands = _bands(points["accuracy_difference_low"], points["accuracy_difference_high"])
     spans = [high - low for low, high in bands]
-    # In proportion to their ranges, but a lower part is neither a sliver nor the larger one.
+    # Heights follow the ranges, but a lower panel has 0.3 to 0.6 of the height of the first.
     heights = [spans[0]] + [min(max(span, 0.3 * spans[0]), 0.6 * spans[0]) for span in spans[1:]]
     figure = new_figure(PAGE, 3.5)
     grid = figure.subplots(len(bands), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -92,7 +93,7 @@ def accuracy_against_tokens(
             _draw_point(axes, point)
         axes.set_ylim(low, high)
         percent_axis(axes.yaxis, ticks=6 if axes is grid[0] else 3)
-    # Every base is at (0, 0), by definition.
+    # Every base is at (0, 0), because all differences are to it.
     grid[0].plot(0, 0, "*", color=BLACK, markersize=8, zorder=2)
     percent_axis(grid[-1].xaxis, ticks=10)
     _mark_breaks(grid)
@@ -118,7 +119,7 @@ def question_types(summary: TableOrFile, *, scale: str = MEASURED) -> tuple[Figu
     """Accuracy and tokens of every system, one column per question type."""
     summary = tables.read(summary, tables.SUMMARY)
     types = tables.in_order(set(summary["question_type"]) - {"all"}, tables.QUESTION_TYPES)
-    many = len(types) > 4
+    many = len(types) > 4  # narrow columns: titles take two lines
     shown = summary[summary["question_type"].isin(types)]
     systems = tables.in_order(shown["system"], tables.SYSTEMS)
     figure = new_figure(PAGE, 1.2 + 0.34 * len(systems))
@@ -131,7 +132,7 @@ def question_types(summary: TableOrFile, *, scale: str = MEASURED) -> tuple[Figu
                 count = f"(n = {int(rows['n'].iloc[0])})"
                 title = f"{type_name(question_type)}{chr(10) if many else ' '}{count}"
                 axes.set_title(title, fontsize=6.5 if many else 7.5)
-            axes.set_xlim(*_limits(shown, metric))
+            axes.set_xlim(*_limits(shown, metric))  # the same for all types, so that they compare
     for line, label in zip(grid, (_METRIC_TITLES["em"], "Generated tokens"), strict=True):
         for axes in line:
             axes.set_xlabel(label, fontsize=6.5)
@@ -141,18 +142,18 @@ def question_types(summary: TableOrFile, *, scale: str = MEASURED) -> tuple[Figu
 
 @styled
 def controls_figure(summary: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
-    """Accuracy under each tampering with z at inference, and its difference from intact latents."""
+    """Accuracy under each control on z at inference, and its difference from intact latents."""
     rows = _rows(summary, "all", tables.CONTROLS)
     _demand_system(rows, "intact")
     figure, grid = _dot_panels(rows, ("em", "em_difference"), "intact")
-    grid[1].axvline(0, color=GREY, linewidth=0.8, linestyle=DASHED, zorder=0)
+    grid[1].axvline(0, color=GREY, linewidth=0.8, linestyle=DASHED, zorder=0)  # no difference
     footnote(figure, scale, f"stage-1 model, {number_of_questions(rows)}", _BARS)
     return figure, rows
 
 
 @styled
 def oracle_figure(summary: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
-    """Accuracy and tokens beside the oracle router's, and the band that counts as close to it.
+    """Accuracy and tokens of all systems, and the band that counts as close to the oracle router.
 
     The band reaches 4 points below the oracle's accuracy and to 1.25 times its tokens.
     """
@@ -171,6 +172,7 @@ def oracle_figure(summary: TableOrFile, *, scale: str = MEASURED) -> tuple[Figur
 def _rows(
     summary: TableOrFile, question_type: str, order: tuple[str, ...] = tables.SYSTEMS
 ) -> pd.DataFrame:
+    # The rows of one question type, with the systems in `order`.
     summary = tables.read(summary, tables.SUMMARY)
     rows = summary[summary["question_type"] == question_type]
     if rows.empty:
@@ -195,9 +197,9 @@ def _demand_system(rows: pd.DataFrame, system: str) -> pd.Series:
 def _dot_panels(
     rows: pd.DataFrame, metrics: Sequence[str], reference: str = "base", least_rows: int = 1
 ):
-    """A figure with one panel per metric and one line per system; returns it and its axes."""
-    figure = new_figure(PAGE, 0.9 + 0.21 * max(least_rows, len(rows)))
-    grid = figure.subplots(1, len(metrics), sharey=True)
+    """A figure with one panel per metric and one row per system. Returns it and its axes."""
+    figure = new_figure(PAGE, 0.9 + 0.21 * max(least_rows, len(rows)))  # inches
+    grid = figure.subplots(1, len(metrics), sharey=True)  # (metrics,)
     for index, (axes, metric) in enumerate(zip(grid, metrics, strict=True)):
         _dots(axes, rows, metric, list(rows["system"]))
         title = _METRIC_TITLES[metric].format(reference=system_name(reference))
@@ -222,24 +224,24 @@ def _dots(axes, rows: pd.DataFrame, metric: str, systems: list[str]) -> None:
 
 
 def _limits(rows: pd.DataFrame, metric: str) -> tuple[float, float]:
-    ends = rows[list(Estimate.names(metric))].to_numpy()
+    ends = rows[list(Estimate.names(metric))].to_numpy()  # (rows, 3): value, low, high
     low, high = np.nanmin(ends), np.nanmax(ends)
-    if metric == "tokens":  # a quantity with a true zero, so lengths can be compared
+    if metric == "tokens":  # with 0 in view, a reader can compare lengths
         return 0, 1.08 * high
     if metric == "latent_share":
         return -0.04, 1.04
     pad = max(0.01, 0.06 * (high - low))
     if metric == "em":
-        left = -0.03 if low < 0.3 else low - pad
+        left = -0.03 if low < 0.3 else low - pad  # an accuracy near 0 is shown from 0 on
         return left, min(1.03, high + pad)
-    return min(low, 0) - pad, max(high, 0) + pad  # differences show where none is
+    return min(low, 0) - pad, max(high, 0) + pad  # 0, no difference, is always in view
 
 
 def _published_points() -> pd.DataFrame:
     points = published.results()
-    points = points[points["system"] != "base"].assign(source="published")
+    points = points[points["system"] != "base"].assign(source="published")  # bases are at (0, 0)
     for name in ("accuracy_difference", "token_reduction"):
-        # Published without intervals: both ends are the value.
+        # Published without intervals, so both ends equal the value.
         points = points.assign(**Estimate(*[points[name]] * 3).columns(name))
     return points[_POINT_COLUMNS]
 
@@ -254,6 +256,7 @@ def _measured_points(rows: pd.DataFrame) -> pd.DataFrame:
     return points.assign(source="measured", setting=_OURS)[_POINT_COLUMNS]
 
 
+# Our column → the published table's name for it.
 _RENAMED = {"em": "accuracy"} | dict(
     zip(Estimate.names("em_difference"), Estimate.names("accuracy_difference"))
 )
@@ -265,7 +268,7 @@ _POINT_COLUMNS = [
 
 
 def _draw_point(axes, point: dict) -> None:
-    row = pd.DataFrame([point])
+    row = pd.DataFrame([point])  # `estimate_bars` reads a table
     colour, ours = _SETTING_COLOURS[point["setting"]], point["source"] == "measured"
     x, y = row["token_reduction"], row["accuracy_difference"]
     if ours:
@@ -285,20 +288,21 @@ def _draw_point(axes, point: dict) -> None:
 
 
 def _bands(low: pd.Series, high: pd.Series) -> list[tuple[float, float]]:
-    """Ranges of the vertical axis, top first: one, or two around the widest gap if it is wide."""
+    """Ranges of the vertical axis, top first: one, or two if the widest gap deserves a break."""
+    # Intervals of the points, the highest first.
     spans = sorted(zip(low, high, strict=True), key=lambda span: span[1], reverse=True)
-    gaps = []  # (width, upper end, lower end) of what lies between neighbours
-    floor = 0.0  # the line of the base belongs to the upper part
+    gaps = []  # (width, upper end, lower end) of the space between neighbours
+    floor = 0.0  # lowest end so far; the base's line, at 0, belongs to the upper part
     for bottom, top in spans:
         gaps.append((floor - top, floor, top))
         floor = min(floor, bottom)
     gap, above, below = max(gaps)
     ceiling, bottom = max(0.0, *high), min(0.0, *low)
-    if gap < 0.05:  # not worth a break
+    if gap < 0.05:  # under 5 points: not worth a break
         pad = 0.06 * (ceiling - bottom) + 0.004
         return [(bottom - pad, ceiling + pad)]
     pad, lower_pad = 0.1 * (ceiling - above) + 0.004, 0.1 * (below - bottom) + 0.014
-    # Where the two ranges would overlap they meet halfway.
+    # If the two ranges would overlap, they meet halfway.
     edge = min(below + lower_pad, (above + below) / 2)
     return [(max(above - pad, edge), ceiling + pad), (bottom - lower_pad, edge)]
 
@@ -327,10 +331,11 @@ def _point_legend(points: pd.DataFrame) -> list[Line2D]:
 
     handles = [entry("base of each setting", marker="*", color=BLACK)]
     for setting, colour in _SETTING_COLOURS.items():
+        # as in the figure: measured points are filled
         fill = colour if setting == _OURS else "none"
         label = f"{setting}, {'measured' if setting == _OURS else 'published'}"
         handles.append(entry(label, marker="o", markeredgecolor=colour, markerfacecolor=fill))
-    handles.append(entry("", marker="none"))
+    handles.append(entry("", marker="none"))  # an empty line between settings and systems
     known = ("alar", "stage1", "warmup", "alar-think", "alar-latent")
     for system in tables.in_order(points["system"], known):
         look = {"marker": _METHOD_MARKERS.get(system, "o"), "markerfacecolor": "none"}

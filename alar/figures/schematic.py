@@ -1,8 +1,8 @@
 """The method in one drawing: a turn with its two modes, the recurrence, the training stages.
 
-After the ALAR paper (arXiv 2606.02871): one turn is one reasoning block and one action; a latent
-block feeds K projected hidden states back as input embeddings; training goes from explicit teacher
-trajectories through AASD and mode warm-up to AR-GRPO.
+It follows the ALAR paper (arXiv 2606.02871). One turn is one reasoning block and one action. A
+latent block feeds K projected hidden states back as input embeddings. Training goes from explicit
+teacher trajectories through AASD and mode warm-up to AR-GRPO.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def method(*, num_latent: int = 4) -> tuple[Figure, pd.DataFrame]:
     figure = new_figure(PAGE, 3.9)
     turn, recurrence, training = figure.subplots(3, 1, height_ratios=[1.35, 0.85, 0.95])
     parts: list[tuple[str, str, str]] = []
-    panels = {
+    panels = {  # axes → (title, what draws on them)
         turn: ("a   One turn: the policy chooses how to reason, then acts", _turn),
         recurrence: (
             "b   Inside a latent block: hidden states become the next inputs",
@@ -43,18 +43,19 @@ def method(*, num_latent: int = 4) -> tuple[Figure, pd.DataFrame]:
         training: ("c   Training", _training),
     }
     for axes, (title, draw) in panels.items():
+        # 0.3: the edges of the outer boxes show
         axes.set(xlim=(-0.3, 100.3), ylim=(0, 20), title=title)
         axes.axis("off")
-        draw(_Board(axes, title[0], parts), num_latent)
+        draw(_Board(axes, title[0], parts), num_latent)  # title[0] is the letter of the panel
     footnote(figure, "method of arXiv 2606.02871, drawn for this study · not a measurement")
     return figure, pd.DataFrame(parts, columns=["panel", "element", "meaning"])
 
 
 class _Board:
-    """Boxes and arrows on axes of 100 × 20 units; notes every box for the table."""
+    """Boxes and arrows on axes of 100 × 20 units. It notes every box for the table."""
 
     def __init__(self, axes, panel: str, parts: list[tuple[str, str, str]]):
-        self.axes, self.panel, self.parts = axes, panel, parts
+        self.axes, self.panel, self.parts = axes, panel, parts  # `parts` is shared by the panels
 
     def box(
         self,
@@ -90,7 +91,9 @@ class _Board:
             self.note(
                 x, y + height / 2 - 3.9, title, colour=BLACK, size=7, weight="bold", va="baseline"
             )
+        # below the title
         self.note(x, y - 1.5 if title else y, text, colour=BLACK, size=size, **font)
+        # "$h_{0}$" → "h_{0}"
         self.parts.append((self.panel, title or " ".join(text.replace("$", "").split()), meaning))
 
     def arrow(self, start, end, *, colour=GREY):
@@ -99,7 +102,7 @@ class _Board:
                 start,
                 end,
                 arrowstyle="-|>",
-                mutation_scale=6.5,
+                mutation_scale=6.5,  # size of the head, in points
                 color=colour,
                 linewidth=0.9,
                 shrinkA=0,
@@ -113,7 +116,7 @@ class _Board:
 
 
 def _turn(board: _Board, num_latent: int) -> None:
-    bullets = "•" * num_latent
+    bullets = "•" * num_latent  # one per latent position
     board.box(8, 11.5, 15, 8, "question and\npast turns", "what the policy reads", fill=PALE[GREY])
     board.box(27, 11.5, 12, 8, "policy", "the language model with the projector f", colour=BLACK)
     latent = {"colour": BLUE, "fill": PALE[BLUE], "mono": True}
@@ -133,6 +136,7 @@ def _turn(board: _Board, num_latent: int) -> None:
     board.note(54, 11.5, "routine turns  ↑        ↓  hard turns")
     board.arrow((89.5, 11.5), (94, 11.5))
     board.note(97, 11.5, "answer", colour=BLACK)
+    # from the action back under the boxes
     board.axes.plot([82, 82, 8], [7.5, -0.5, -0.5], color=GREY, linewidth=0.9, clip_on=False)
     board.arrow((8, -0.5), (8, 7.5))
     board.note(25, 1.2, "observation, then the next turn")
@@ -140,9 +144,9 @@ def _turn(board: _Board, num_latent: int) -> None:
 
 def _recurrence(board: _Board, num_latent: int) -> None:
     """A row of boxes, left to right; f leads from h to z, the model from z to the next h."""
-    pairs = [(str(k), str(k + 1)) for k in range(num_latent)]
+    pairs = [(str(k), str(k + 1)) for k in range(num_latent)]  # h_k gives z_{k+1}
     if num_latent > 3:
-        pairs = [("0", "1"), ("1", "2"), None, ("K-1", "K")]
+        pairs = [("0", "1"), ("1", "2"), None, ("K-1", "K")]  # None: the dots between
     # text, width, colour, meaning, what leads to the next box
     row = [("<latent>", 11.5, BLUE, "opened by the policy", "model")]
     for pair in pairs:
@@ -155,8 +159,9 @@ def _recurrence(board: _Board, num_latent: int) -> None:
         fed = f"input embedding of latent position {after}"
         row.append((f"$z_{{{after}}}$", 6, BLUE, fed, "model"))
     row.append(("</latent>", 11.5, GREY, "forced after the last z", ""))
+    # what the boxes leave, shared equally
     gap = (100 - sum(width for _, width, *_ in row)) / (len(row) - 1)
-    x, y = 0.0, 11.5
+    x, y = 0.0, 11.5  # left edge of the next box, middle of the row
     for place, (text, width, colour, meaning, leads) in enumerate(row):
         mono = text.endswith("latent>")
         if colour is None:
@@ -168,7 +173,7 @@ def _recurrence(board: _Board, num_latent: int) -> None:
         if place == len(row) - 1:
             break
         board.arrow((x + 0.3, y), (x + gap - 0.3, y))
-        forced = row[place + 1][0] == "</latent>"  # nothing leads there but the rule
+        forced = row[place + 1][0] == "</latent>"  # the engine writes it; no model step leads there
         if leads == "$f$":
             board.note(x + gap / 2, y + 1.9, leads, colour=BLACK, size=7)
         elif not forced:
@@ -201,7 +206,7 @@ def _training(board: _Board, num_latent: int) -> None:
         "the adaptive policy",
     )
     for place, ((name, text, colour), meaning) in enumerate(zip(stages, meanings)):
-        x = 9 + 20.5 * place
+        x = 9 + 20.5 * place  # five boxes of 17.4 and four spaces of 3.1
         look = {"title": name, "colour": colour, "fill": PALE[colour], "size": 5.9}
         board.box(x, 11, 17.4, 11, text, meaning, **look)
         if place:

@@ -30,16 +30,17 @@ ROUTES = {  # as `alar.study.bench.serving` names them: label, colour, marker
     "vllm": ("vLLM engine", VERMILLION, "s"),
     "server": ("vLLM server, over HTTP", GREEN, "^"),
 }
-_TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # ratios, for a logarithmic axis
 
 
 @styled
 def speed(
     ratios: TableOrFile, *, clock: str = "wall", scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
-    """One row per comparison: time of the first over time of the second.
+    """One row per comparison: the time of the first over the time of the second.
 
-    `clock` is "wall" or "cpu". A triangle marks a claim, pointing to the side that keeps it.
+    `clock` is "wall" or "cpu". A triangle marks a claim and points to the side that keeps it.
+    Raises TableError if the table has no row of that clock.
     """
     ratios = tables.read(ratios, tables.BENCH_RATIOS)
     rows = ratios[ratios["clock"] == clock].reset_index(drop=True)
@@ -47,20 +48,23 @@ def speed(
         raise tables.TableError(
             f"table 'ratios': column 'clock' has no '{clock}'; {tables.BENCH_RATIOS.origin}"
         )
-    place = np.arange(len(rows))[::-1]
+    place = np.arange(len(rows))[::-1]  # (comparisons,), from the top down
     figure = new_figure(PAGE, 0.9 + 0.2 * len(rows))
     axes = figure.subplots()
-    axes.set_xscale("log")
+    axes.set_xscale("log")  # half and double are equally far from 1
     axes.axvline(1, color=GREY, linewidth=0.8, linestyle=DASHED, zorder=0)
     estimate_bars(axes, rows, "ratio", place, along="x", fmt="o", color=BLUE)
+    # shows the point behind
     hollow = {"color": VERMILLION, "markerfacecolor": "none", "markersize": 5, "zorder": 4}
     for column, marker in (("at_most", "<"), ("at_least", ">")):
+        # NaN, where nothing is claimed, is not drawn
         axes.plot(rows[column], place, marker, **hollow)
     names = [f"{r.part} · {r.case}: {r.numerator} / {r.denominator}" for r in rows.itertuples()]
     axes.set_yticks(place, names)
     axes.set_ylim(-0.6, len(rows) - 0.4)
+    # (comparisons, 4)
     drawn = rows[["ratio_low", "ratio_high", "at_most", "at_least"]].to_numpy(dtype=float)
-    # 1, as fast as the other, is always in view.
+    # The ratio 1, equally fast, is always in view.
     low, high = min(np.nanmin(drawn), 1) / 1.15, max(np.nanmax(drawn), 1) * 1.15
     axes.set_xlim(low, high)
     _only_ticks(axes.xaxis, FixedLocator([tick for tick in _TICKS if low <= tick <= high]))
@@ -77,12 +81,12 @@ def speed(
 
 @styled
 def throughput(table: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
-    """Generated tokens per second against how many turns are written at once, a line per route."""
+    """Generated tokens per second against turns written at once. One line per route."""
     table = tables.read(table, tables.THROUGHPUT)
     table = table.sort_values(["route", "concurrent"], ignore_index=True)
     figure = new_figure(COLUMN, 2.3)
     axes = figure.subplots()
-    axes.set_xscale("log", base=2)
+    axes.set_xscale("log", base=2)  # 1, 2, 4, 8 … are evenly spaced
     axes.set_yscale("log")
     for route, rows in table.groupby("route", sort=False):
         label, colour, marker = ROUTES.get(route, (route, BLACK, "D"))
@@ -98,7 +102,7 @@ def throughput(table: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd
 
 
 def _only_ticks(axis, locator, form: str = "{:g}") -> None:
-    """These ticks and no smaller ones, as plain numbers instead of powers."""
+    """Only these ticks, as plain numbers instead of powers."""
     axis.set_major_locator(locator)
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: form.format(value)))

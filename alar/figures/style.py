@@ -1,10 +1,10 @@
-"""One look for all figures, and saving them.
+"""One look for all figures, and how to save them.
 
-Sizes are those of a two-column page: `COLUMN` (3.4 in) and `PAGE` (7 in) wide, text of 7 points, so
-a figure placed at its own width is readable. Colours are Okabe & Ito's, distinct under the common
-colour blindnesses and, with the markers, in grey. Output is deterministic: no dates, no versions,
-fixed SVG identifiers, and the fonts that come with matplotlib. Figures are made without pyplot, so
-drawing leaves no global state behind.
+Sizes are those of a two-column page: `COLUMN` (3.4 in) and `PAGE` (7 in) wide, text of 7 points. So
+a figure placed at its own width is readable. The colours are Okabe & Ito's. They stay distinct
+under the common colour blindnesses and, with the markers, in grey. Output is deterministic: no
+dates, no versions, fixed SVG identifiers, and the fonts that come with matplotlib. Figures are made
+without pyplot, so drawing leaves no global state behind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from PIL import Image
 from alar.evaluate.intervals import Estimate
 
 COLUMN, PAGE = 3.4, 7.0  # inches
-DASHED = (0, (4, 2))  # the line of what others are compared with
+DASHED = (0, (4, 2))  # line of a reference; dash and gap, in line widths
 
 MEASURED = "measured"  # what the small print says unless told otherwise
 TableOrFile = pd.DataFrame | str | Path  # a table, or the file that holds it
@@ -44,10 +44,10 @@ PALE = {
     PURPLE: "#F9EEF4",
 }
 
-MODE_COLOURS = {"latent": BLUE, "think": VERMILLION, "none": GREY}
+MODE_COLOURS = {"latent": BLUE, "think": VERMILLION, "none": GREY}  # mode of a turn → colour
 MODE_NAMES = {"latent": "latent block", "think": "think text", "none": "no reasoning block"}
 
-SYSTEM_NAMES = {
+SYSTEM_NAMES = {  # name in the tables → name in a figure; systems first, then controls on z
     "base": "base (explicit)",
     "stage1": "stage 1 (always latent)",
     "warmup": "mode warm-up",
@@ -62,7 +62,7 @@ SYSTEM_NAMES = {
     "mean": "mean latent",
     "text": "think text instead",
 }
-SYSTEM_COLOURS = {
+SYSTEM_COLOURS = {  # a system has one colour in all figures; controls without one are grey
     "base": BLACK,
     "stage1": SKY,
     "warmup": ORANGE,
@@ -81,15 +81,15 @@ SYSTEM_MARKERS = {
     "alar-think": "^",
     "alar-latent": "v",
 }
-TYPE_NAMES = {
+TYPE_NAMES = {  # types that are not here are shown as they are
     "all": "all questions",
     "single": "single hop",
     "parallel_multiple": "parallel, multiple",
     "multi_turn": "multi-turn",
 }
 
-STYLE = {
-    "font.family": "DejaVu Sans",
+STYLE = {  # matplotlib's rcParams; sizes and widths in points
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so all machines draw the same
     "font.size": 7,
     "axes.titlesize": 7.5,
     "axes.titleweight": "bold",
@@ -100,7 +100,7 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "axes.axisbelow": True,
+    "axes.axisbelow": True,  # the grid lies behind the points
     "grid.color": "#EBEBEB",
     "grid.linewidth": 0.6,
     "xtick.labelsize": 6.5,
@@ -114,33 +114,35 @@ STYLE = {
     "legend.handlelength": 1.6,
     "lines.linewidth": 1.3,
     "lines.markersize": 4,
-    "figure.dpi": 144,
-    "savefig.dpi": 200,
-    "svg.hashsalt": "alar",
-    "svg.fonttype": "path",
+    "figure.dpi": 144,  # in a notebook
+    "savefig.dpi": 200,  # of PNG files
+    "svg.hashsalt": "alar",  # without it SVG identifiers are random
+    "svg.fonttype": "path",  # letters as outlines: no font is needed to show them
 }
 
 
 class StyledFigure(Figure):
-    """Keeps the style when it is rendered later, and shows itself in a notebook without pyplot."""
+    """A figure that keeps its style when rendered later, and shows itself without pyplot."""
 
     def draw(self, renderer):
         with rc_context(STYLE):
             super().draw(renderer)
 
+    # Its answer depends on the sizes of the text, so it needs the style, too.
     def get_tightbbox(self, *args, **kwargs):
         with rc_context(STYLE):
             return super().get_tightbbox(*args, **kwargs)
 
+    # IPython calls it to show the last value of a cell.
     def _repr_png_(self) -> bytes:
         return _rendered(self, "png", dpi=STYLE["figure.dpi"])
 
 
 def styled(draw: Callable) -> Callable:
-    """Runs a drawing function under the shared style and settles the layout of its figure.
+    """Runs a drawing function under the shared style and fixes the layout of its figure.
 
-    The layout engine moves things a little each time a figure is rendered; settled, all its copies
-    are equal.
+    The layout engine moves things a little each time it renders a figure. With a fixed layout all
+    copies of the figure are equal.
     """
 
     @functools.wraps(draw)
@@ -155,12 +157,12 @@ def styled(draw: Callable) -> Callable:
 
 
 def new_figure(width: float, height: float) -> StyledFigure:
-    """An empty figure of that size in inches, whose layout keeps labels inside and apart."""
+    """An empty figure of this size in inches. Its layout keeps labels inside and apart."""
     return StyledFigure(figsize=(width, height), layout="constrained")
 
 
 def footnote(figure: Figure, *parts: str) -> None:
-    """Small print under the axes: where the numbers come from, how many, and what the bars are."""
+    """Small print under the axes: the source of the numbers, how many, and what the bars mean."""
     figure.supxlabel(
         " · ".join(part for part in parts if part), fontsize=5.8, color=GREY, x=0.995, ha="right"
     )
@@ -173,13 +175,14 @@ def save_figure(
     name: str,
     formats: Iterable[str] = ("png", "svg"),
 ):
-    """Write `name.csv`, the plotted numbers, and `name.<format>` for each format.
+    """Write `name.csv`, the numbers in the figure, and `name.<format>` for each format.
 
-    Returns the paths.
+    Returns the paths, the table first.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.csv"]
+    # equal on all systems
     table.to_csv(paths[0], index=False, lineterminator="\n", float_format="%.6g")
     for kind in formats:
         paths.append(folder / f"{name}.{kind}")
@@ -191,22 +194,23 @@ def percent_axis(axis, ticks: int = 6) -> None:
     """Round ticks of a fraction, written in percent."""
     axis.set_major_locator(MaxNLocator(nbins=ticks, steps=[1, 2, 5, 10]))
     axis.set_major_formatter(
+        # a true minus sign
         FuncFormatter(lambda value, _: f"{round(100 * value, 6):g}".replace("-", "−"))
     )
 
 
 def interval_bars(axes, x, y, low, high, *, along: str = "y", **style) -> None:
-    """A point with its interval along one axis. Missing interval ends leave the bare point."""
-    x, y, low, high = (np.asarray(value, dtype=float) for value in (x, y, low, high))
+    """Points, each with its interval along one axis. Without interval ends a point stands bare."""
+    x, y, low, high = (np.asarray(value, dtype=float) for value in (x, y, low, high))  # (points,)
     centre = y if along == "y" else x
-    # Distances to both ends, (2, points); rounding may leave a tiny negative one.
+    # Distances to both ends, (2, points). Rounding may make one negative, an error in matplotlib.
     reach = np.abs(np.nan_to_num(np.stack([centre - low, high - centre])))
     style = {"linestyle": "none", "elinewidth": 1.0, "capsize": 1.8, "capthick": 0.8} | style
     axes.errorbar(x, y, **{f"{along}err": reach}, **style)
 
 
 def estimate_bars(axes, rows: pd.DataFrame, name: str, at, *, along: str = "y", **style) -> None:
-    """Estimates `name` of a table with intervals along one axis, at places `at` of the other."""
+    """The estimates `name` of a table, with intervals along one axis, at `at` on the other."""
     value, low, high = Estimate.read(rows, name)
     x, y = (at, value) if along == "y" else (value, at)
     interval_bars(axes, x, y, low, high, along=along, **style)
@@ -215,12 +219,12 @@ def estimate_bars(axes, rows: pd.DataFrame, name: str, at, *, along: str = "y", 
 def horizontal_rows(axes, names: Sequence[str]) -> None:
     """One row for each name, from the top down."""
     axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_ylim(len(names) - 0.5, -0.5)  # upside down, so that the first row is on top
 
 
 def number_of_questions(rows: pd.DataFrame) -> str:
-    """For the small print, from the column `n`."""
-    counts = dict.fromkeys(int(n) for n in rows["n"])
+    """The column `n` in words, for the small print."""
+    counts = dict.fromkeys(int(n) for n in rows["n"])  # distinct, in the order of the rows
     return f"n = {', '.join(map(str, counts))} questions"
 
 
@@ -245,13 +249,13 @@ def panel_letter(index: int) -> str:
 
 
 def _rendered(figure: Figure, kind: str, **options) -> bytes:
-    # Dates and the library's version would make equal figures differ byte by byte.
+    # Dates and the library's version would make the files of equal figures differ.
     metadata = {
         "svg": {"Date": None, "Creator": None},
         "png": {"Software": None},
         "pdf": {"CreationDate": None},
     }
-    # The style applies once more, since a figure may be saved long after it was drawn.
+    # A figure may be saved long after it was drawn, so it needs the style once more.
     buffer = io.BytesIO()
     with rc_context(STYLE):
         figure.savefig(buffer, format=kind, metadata=metadata.get(kind), **options)
@@ -259,7 +263,7 @@ def _rendered(figure: Figure, kind: str, **options) -> bytes:
 
 
 def _with_palette(png: io.BytesIO) -> bytes:
-    """The picture with 128 colours: a third of the size, no visible change to such drawings."""
+    """The picture with 128 colours: a third of the size, and no visible change to a drawing."""
     small = io.BytesIO()
     picture = Image.open(png).convert("RGB").quantize(128, dither=Image.Dither.NONE)
     picture.save(small, "PNG", optimize=True)

@@ -1,4 +1,4 @@
-"""Training as it went: AR-GRPO live and afterwards, loss curves, and the shape of the reward."""
+"""How training went: AR-GRPO live and afterwards, loss curves, and the shape of the reward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from alar.figures.style import (
     styled,
 )
 
-# Panel title, then its series: column of metrics.jsonl, label, colour.
+# Panel title → its series: column of metrics.jsonl, label, colour.
 _PANELS = {
     "Reward": [("reward", "rollouts", BLACK)],
     "Accuracy (%)": [
@@ -56,7 +56,7 @@ _PANELS = {
 }
 
 
-# Of the kinds of outcome in `reward_shapes`.
+# Colour and line of each kind of outcome in `reward_shapes`: eight distinct pairs.
 _CASE_COLOURS = (GREEN, VERMILLION, BLACK, BLUE, ORANGE, PURPLE, SKY, GREY)
 _CASE_DASHES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), "-")
 
@@ -71,19 +71,20 @@ def dynamics(
 ) -> tuple[Figure, pd.DataFrame]:
     """Reward, accuracy, latent share, tokens and mode entropies over the steps of AR-GRPO.
 
-    Thin lines are single steps, thick ones running means with a 95 % band. Validation points carry
-    Wilson intervals when `validation_questions`, their number of questions, is given. `total_steps`
-    fixes the horizontal axis.
+    Thin lines are single steps, thick lines are running means with a 95 % band. If
+    `validation_questions`, the number of validation questions, is given, validation points have
+    Wilson intervals. The horizontal axis reaches at least to `total_steps`.
     """
     metrics = tables.read(metrics, tables.METRICS)
+    # a mean covers a tenth of the steps
     steps, window = metrics["step"], max(3, len(metrics) // 10)
     figure = new_figure(PAGE, 3.6)
-    grid = figure.subplots(2, 3, sharex=True).ravel()
-    drawn = [pd.DataFrame({"step": steps})]
+    grid = figure.subplots(2, 3, sharex=True).ravel()  # (6,), one per entry of `_PANELS`
+    drawn = [pd.DataFrame({"step": steps})]  # the parts of the table, column by column
     for index, (axes, title) in enumerate(zip(grid, _PANELS, strict=True)):
         for column, label, colour in _PANELS[title]:
             if column not in metrics or metrics[column].isna().all():
-                continue  # never measured, such as validation that is switched off
+                continue  # never measured, for example because validation is off
             if column.startswith("validation_"):
                 points = _draw_validation(
                     axes, metrics, column, label, colour, validation_questions
@@ -94,15 +95,16 @@ def dynamics(
         axes.set_title(f"{panel_letter(index)}   {title}")
         if title.endswith("(%)"):
             percent_axis(axes.yaxis)
-        if len(axes.get_legend_handles_labels()[1]) > 1:
+        if len(axes.get_legend_handles_labels()[1]) > 1:  # a single line is named by the title
             box = {"frameon": True, "framealpha": 0.8, "edgecolor": "none"}
             axes.legend(loc="best", handlelength=1.2, labelspacing=0.25, **box)
     _within_shares(grid[1])
-    # The latent share and the entropies in bits have 0 and 1 as their natural ends.
+    # A share lies in [0, 1], and so does the entropy of two modes in bits.
     for axes in (grid[2], *grid[-2:]):
         axes.set_ylim(-0.03, 1.03)
     for axes in grid[3:]:
         axes.set_xlabel("AR-GRPO step")
+    # a live figure keeps its axis while it grows
     grid[0].set_xlim(0, max(steps.max(), total_steps, 1))
     grid[0].xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     lines = f"thick: running mean of {window} steps, band: its 95 % interval"
@@ -116,7 +118,7 @@ def dynamics(
 def losses(
     curves: Mapping[str, TableOrFile], *, scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
-    """Cross-entropy over the optimiser steps of supervised stages.
+    """Cross-entropy over the optimiser steps of supervised stages, at most five of them.
 
     `curves` is name → table, such as {"AASD": path, "mode warm-up": path}.
     """
@@ -124,10 +126,10 @@ def losses(
     axes = figure.subplots()
     drawn = []
     for (name, source), colour in zip(curves.items(), (BLUE, ORANGE, GREEN, PURPLE, SKY)):
-        rows = tables.read(source, tables.LOSS).dropna(subset=["loss"])
+        rows = tables.read(source, tables.LOSS).dropna(subset=["loss"])  # only steps with a loss
         window = max(3, len(rows) // 20)
         smooth = _draw_smoothed(axes, rows, "loss", name, colour, window)
-        about = pd.DataFrame({"stage": name, "step": rows["step"]})
+        about = pd.DataFrame({"stage": name, "step": rows["step"]})  # which curve a row belongs to
         drawn.append(pd.concat([about, smooth], axis=1))
     axes.set_xlabel("Optimiser step")
     axes.set_ylabel("Cross-entropy (nats per token)")
@@ -142,16 +144,16 @@ def losses(
 def lengths(
     curves: Mapping[str, TableOrFile], *, validation_questions: int = 0, scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
-    """Generated tokens and accuracy over the steps of RL under several length rewards.
+    """Generated tokens and accuracy over the steps of RL under up to five length rewards.
 
     `curves` is name → table, such as {"ShorterBetter": path}. Lines are running means over the
-    rollouts, points greedy validation; accuracy has Wilson intervals when `validation_questions`,
-    their number, is given.
+    rollouts, points are greedy validation. If `validation_questions`, the number of validation
+    questions, is given, the points of the accuracy have Wilson intervals.
     """
     figure = new_figure(PAGE, 2.5)
     grid = figure.subplots(1, 2, sharex=True)
     drawn = []
-    panels = {"generated_tokens": "Generated tokens", "accuracy": "Accuracy (%)"}
+    panels = {"generated_tokens": "Generated tokens", "accuracy": "Accuracy (%)"}  # column → title
     validation = {"generated_tokens": "validation_tokens", "accuracy": "validation_accuracy"}
     for (name, source), colour in zip(curves.items(), (BLUE, VERMILLION, PURPLE, ORANGE, SKY)):
         rows = tables.read(source, tables.LENGTHS)
@@ -160,6 +162,7 @@ def lengths(
         for axes, column in zip(grid, panels, strict=True):
             parts.append(_draw_smoothed(axes, rows, column, name, colour, window))
             if validation[column] in rows:
+                # "_": not in the legend
                 wanted = (validation[column], "_", colour, validation_questions)
                 parts.append(_draw_validation(axes, rows, *wanted))
         drawn.append(pd.concat(parts, axis=1))
@@ -186,9 +189,9 @@ def reward_shapes(
     One panel per variant of the formula, one line per kind of outcome.
     """
     rewards = tables.read(rewards, tables.REWARD_SHAPES)
-    variants = tables.in_order(rewards["variant"], ("published", "repaired"))
+    variants = tables.in_order(rewards["variant"], ("published", "repaired"))  # one panel each
     cases = list(dict.fromkeys(rewards["case"]))
-    looks = dict(zip(cases, zip(_CASE_COLOURS, _CASE_DASHES)))
+    looks = dict(zip(cases, zip(_CASE_COLOURS, _CASE_DASHES)))  # case → (colour, dashes)
     figure = new_figure(PAGE, 2.5)
     grid = figure.subplots(1, len(variants), sharey=True, sharex=True, squeeze=False)[0]
     for index, (axes, variant) in enumerate(zip(grid, variants, strict=True)):
@@ -199,7 +202,7 @@ def reward_shapes(
             colour, dashes = looks[case]
             look = {"color": colour, "linestyle": dashes, "label": case}
             if len(line) == 1:
-                look["marker"] = "o"
+                look["marker"] = "o"  # a line of one point would not show
             axes.plot(line["latent_share"], line["reward"], **look)
         axes.set_title(f"{panel_letter(index)}   {variant}")
         axes.set_xlabel("Latent share of the trajectory's turns (%)")
@@ -214,14 +217,14 @@ def reward_shapes(
 
 
 class LiveDynamics:
-    """The dynamics figure, redrawn in the notebook while AR-GRPO trains.
+    """The figure of `dynamics`, redrawn in the notebook while AR-GRPO trains.
 
         live = LiveDynamics(total_steps=rl_steps)
         for row in train(...):
             live.add(row)
         live.finish()
 
-    Redrawing happens at most every `every_seconds`, and never takes more than about 5 % of the
+    It redraws at most every `every_seconds`, and drawing never takes more than about 5 % of the
     time. Outside IPython nothing is shown. The output cell holds one figure, the last one drawn.
     """
 
@@ -240,11 +243,11 @@ class LiveDynamics:
             "scale": scale,
         }
         self._every = every_seconds
-        self._due = 0.0
-        self._handle = None
+        self._due = 0.0  # when to redraw, by time.monotonic(); 0: at the first row
+        self._handle = None  # of the output in the notebook, once there is one
 
     def add(self, row: Mapping) -> None:
-        """Takes one row of metrics; redraws if it is time."""
+        """Takes one row of metrics, and redraws if it is time."""
         self.rows.append(dict(row))
         if time.monotonic() >= self._due:
             self._show()
@@ -268,8 +271,8 @@ class LiveDynamics:
         if self._handle is None:
             self._handle = display(figure, display_id=True)
         else:
-            self._handle.update(figure)
-        # The next one is due after 20 times as long as this one took.
+            self._handle.update(figure)  # in place of the last figure, not below it
+        # Wait 20 times as long as this figure took: drawing takes 1/21 of the time, 5 %.
         spent = time.monotonic() - started
         self._due = time.monotonic() + max(self._every, 20 * spent)
 
@@ -283,7 +286,7 @@ def _in_notebook() -> bool:
 
 
 def _within_shares(axes) -> None:
-    """No room below 0 % and above 100 %."""
+    """Leave no room below 0 % and above 100 %, where a band may reach but no share can lie."""
     low, high = axes.get_ylim()
     axes.set_ylim(max(low, -0.03), min(high, 1.03))
 
@@ -292,7 +295,7 @@ def _draw_smoothed(
     axes, metrics: pd.DataFrame, column: str, label: str, colour: str, window: int
 ) -> pd.DataFrame:
     steps, values = metrics["step"].to_numpy(), metrics[column].to_numpy(dtype=float)
-    smooth = running_mean(values, window)
+    smooth = running_mean(values, window)  # three series: mean, lower end, upper end
     axes.plot(steps, values, color=colour, linewidth=0.5, alpha=0.35)
     axes.fill_between(steps, smooth.low, smooth.high, color=colour, alpha=0.15, linewidth=0)
     axes.plot(steps, smooth.value, color=colour, label=label)
@@ -302,6 +305,7 @@ def _draw_smoothed(
         f"{column}_low": smooth.low,
         f"{column}_high": smooth.high,
     }
+    # The index of `metrics` lets the caller join the columns row by row.
     return pd.DataFrame(drawn).set_index(metrics.index)
 
 
@@ -313,8 +317,9 @@ def _draw_validation(
     steps = metrics["step"][there]
     look = {"color": colour, "zorder": 4}
     axes.plot(steps, values[there], "o", markersize=3.5, label=label, **look)
-    table = pd.DataFrame({column: values})
+    table = pd.DataFrame({column: values})  # NaN at steps without validation
     if questions and column == "validation_accuracy":
+        # (points, 2): accuracy × questions is the number of right answers.
         ends = np.array([wilson(value * questions, questions)[1:] for value in values[there]])
         axes.vlines(steps, ends[:, 0], ends[:, 1], linewidth=0.9, **look)
         table.loc[there, list(Estimate.names(column)[1:])] = ends

@@ -3,10 +3,10 @@
 Both come from the package `bfcl_eval`, which is installed without its dependencies: their pins
 conflict with everything here, and neither the data nor the AST checker needs them. One thing stands
 in the way. The checker's module imports `bfcl_eval.constants.model_config`, a registry that imports
-every vendor's client, to look up one flag per model (`underscore_to_dot`: whether that vendor's API
-forbids dots in function names). `_official` is the one place that deals with this: it executes a
-private copy of the checker's module while a stand-in for the registry, with that flag set to False,
-is in `sys.modules`, and then removes the stand-in.
+every vendor's client. All it needs there is one flag per model (`underscore_to_dot`: whether that
+vendor's API forbids dots in function names). `_official` is the one place that deals with this. It
+puts a stand-in for the registry, with that flag set to False, into `sys.modules`, executes a
+private copy of the checker's module, and removes the stand-in again.
 
 The checker raises on a few malformed predictions; here they are wrong answers.
 """
@@ -35,25 +35,24 @@ AST_CATEGORIES = (
     "live_parallel",
     "live_parallel_multiple",
 )
-PAPER_CATEGORIES = AST_CATEGORIES[:4]  # what ALAR reports the mean of
-NO_CALL_CATEGORIES = ("irrelevance", "live_irrelevance")  # right is to call nothing
-ANY_CALL_CATEGORIES = ("live_relevance",)  # right is to call anything
+PAPER_CATEGORIES = AST_CATEGORIES[:4]  # the paper reports their mean
+NO_CALL_CATEGORIES = ("irrelevance", "live_irrelevance")  # the right answer calls nothing
+ANY_CALL_CATEGORIES = ("live_relevance",)  # any call is right
 # Every other category is Python.
 LANGUAGES = {"simple_java": "java", "simple_javascript": "javascript"}
 # What a model can be evaluated on here.
 ASKED_CATEGORIES = (*AST_CATEGORIES, *NO_CALL_CATEGORIES, *ANY_CALL_CATEGORIES)
 CATEGORIES = (*ASKED_CATEGORIES, *LANGUAGES)
-LONGEST_REASON = 1000  # characters
+LONGEST_REASON = 1000  # characters; tables hold reasons
 _MODEL = "alar"  # our name in the stand-in registry; the checker rewrites names with underscores
 
 
 @dataclass(frozen=True)
 class BFCLQuestion:
-    """One question; `functions` have BFCL's own type names.
+    """One question. `functions` have BFCL's own type names.
 
-    `ground_truth` has one {function: {parameter: [accepted …]}} per call, where "" among the
-    accepted values means that the parameter may be left out. It is None where no call is right, or
-    any call.
+    `ground_truth` has one {function: {parameter: [accepted …]}} per call. "" among the accepted
+    values means that the parameter may be left out. It is None where no call is right, or any call.
     """
 
     id: str
@@ -65,7 +64,7 @@ class BFCLQuestion:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """`reason` says why a prediction is wrong, in the checker's words; empty when it is correct."""
+    """`reason` says in the checker's words why a prediction is wrong. It is empty if correct."""
 
     correct: bool
     reason: str = ""
@@ -74,7 +73,7 @@ class CheckResult:
 def load_category(name: str) -> list[BFCLQuestion]:
     """All questions of one single-turn category, in the file's order.
 
-    Raises ValueError for an unknown category or files that do not belong together,
+    Raises ValueError for an unknown category or for files that do not belong together, and
     ModuleNotFoundError without the package.
     """
     if name not in CATEGORIES:
@@ -82,7 +81,7 @@ def load_category(name: str) -> list[BFCLQuestion]:
     folder = _package() / "data"
     questions = _json_lines(folder / f"BFCL_v4_{name}.json")
     if name in NO_CALL_CATEGORIES + ANY_CALL_CATEGORIES:
-        answers = [None] * len(questions)
+        answers = [None] * len(questions)  # BFCL has no answer files for these
     else:
         answers = _json_lines(folder / "possible_answer" / f"BFCL_v4_{name}.json")
     if len(answers) != len(questions):
@@ -98,7 +97,7 @@ def load_category(name: str) -> list[BFCLQuestion]:
                 f" reinstall {PACKAGE}"
             )
         truth = None if answer is None else tuple(answer["ground_truth"])
-        messages = tuple(question["question"][0])  # of the only turn
+        messages = tuple(question["question"][0])  # one list per turn; here there is one turn
         functions = tuple(question["function"])
         loaded.append(BFCLQuestion(question["id"], name, messages, functions, truth))
     return loaded
@@ -109,9 +108,9 @@ def check_calls(
 ) -> CheckResult:
     """The official verdict on the calls of one turn: [{"name": str, "arguments": dict}, …].
 
-    Only the `.functions` of `question` are used. `category` decides the comparison as in BFCL:
-    names with "parallel" compare in any order, the irrelevance categories want no call at all,
-    "live_relevance" wants any. Never raises for odd calls.
+    Only the `.functions` of `question` are used. `category` decides the comparison, as in BFCL: a
+    name with "parallel" allows any order, the irrelevance categories want no call at all, and
+    "live_relevance" wants any call. Odd calls never make it raise.
     """
     problem = _shape_problem(calls)
     if problem:
@@ -121,7 +120,7 @@ def check_calls(
         return CheckResult(not calls, "" if not calls else "no call was right, but one was made")
     if category in ANY_CALL_CATEGORIES:
         return CheckResult(bool(calls), "" if calls else "a call was right, but none was made")
-    predicted = [{call["name"]: call["arguments"]} for call in calls]
+    predicted = [{call["name"]: call["arguments"]} for call in calls]  # BFCL's form of a call
     functions, accepted = list(question.functions), list(ground_truth)
     checker, languages = _official()
     language = languages[LANGUAGES.get(category, "python").upper()]
@@ -146,12 +145,12 @@ def _wrong(reason: str) -> CheckResult:
 def reference_calls(ground_truth: Iterable[dict]) -> list[dict]:
     """The calls that an answer file describes.
 
-    Every parameter has its first non-empty accepted value, and so has every key of a dict inside a
-    value. Parameters and keys whose only accepted value is "" are left out.
+    Every parameter gets its first non-empty accepted value, and so does every key of a dict inside
+    a value. Parameters and keys whose only accepted value is "" are left out.
     """
     calls = []
     for expected in ground_truth:
-        ((name, parameters),) = expected.items()
+        ((name, parameters),) = expected.items()  # one function per call
         calls.append({"name": name, "arguments": _first_values(parameters)})
     return calls
 
@@ -203,18 +202,18 @@ def _package() -> Path:
 
 
 def _json_lines(path: Path) -> list[dict]:
-    """BFCL's files end without a newline, so `alar.files` would take them for cut off."""
+    """The rows of a file. BFCL's end without a newline; `alar.files` would call them cut off."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines if line.strip()]
 
 
-_LOADING = threading.Lock()
+_LOADING = threading.Lock()  # `sys.modules` belongs to all threads
 
 
 @cache
 def _official():
-    """(ast_checker, Language) of the installed package, loaded as this module's text says."""
-    _package()
+    """(ast_checker, Language) of the installed package. The top of this module says how."""
+    _package()  # raises the error that says how to install it
     registry = "bfcl_eval.constants.model_config"
     stand_in = ModuleType(registry)
     stand_in.MODEL_CONFIG_MAPPING = {_MODEL: SimpleNamespace(underscore_to_dot=False)}
@@ -226,6 +225,7 @@ def _official():
         try:
             specification.loader.exec_module(module)
         finally:
+            # Whoever has the true registry loaded gets it back.
             if present is None:
                 del sys.modules[registry]
             else:

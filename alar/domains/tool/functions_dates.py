@@ -1,4 +1,7 @@
-"""Dates (as ISO texts), time zones, internet addresses: datetime, calendar, zoneinfo, ipaddress."""
+"""Dates (as ISO texts), time zones, internet addresses: datetime, calendar, zoneinfo, ipaddress.
+
+A date that does not exist raises ValueError, and the model reads the error.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from alar.domains.tool.schema import integer, text, tool, tools_by_name
 
 _DATE = text("YYYY-MM-DD", 10)
 _TIME = text("HH:MM", 5)
-_YEAR = integer(1, 9999)
-_ADDRESS = text(longest=45)
+_YEAR = integer(1, 9999)  # what `datetime.date` holds
+_ADDRESS = text(longest=45)  # the longest IPv6 address, with an IPv4 part, has 45 characters
 
 
 def _day(value: str) -> date:
@@ -20,6 +23,7 @@ def _day(value: str) -> date:
 
 
 def _shift_clock(time: str, minutes: int) -> str:
+    # Past midnight the clock starts again at 00:00; the day is dropped.
     return (datetime.strptime(time, "%H:%M") + timedelta(minutes=minutes)).strftime("%H:%M")
 
 
@@ -31,12 +35,13 @@ def _clock_elsewhere(date: str, time: str, zone: str, to: str) -> str:
 
 
 def _zone(name: str) -> ZoneInfo:
-    if name.startswith(("/", ".")):  # a name becomes the path of a file to read
+    if name.startswith(("/", ".")):  # a name becomes a path, and the file is read
         raise ValueError(f"{name} is no time zone")
     return ZoneInfo(name)
 
 
 def _offset(zone: str, date: str) -> str:
+    # At noon, because clocks change at night.
     return datetime.fromisoformat(f"{date}T12:00").replace(tzinfo=_zone(zone)).strftime("%z")
 
 
@@ -48,7 +53,7 @@ TOOLS = tools_by_name(
     tool(
         "leap_days",
         "Leap years from start to before end.",
-        lambda start, end: calendar.leapdays(start, end),
+        lambda start, end: calendar.leapdays(start, end),  # `end` itself is not counted
         start=_YEAR,
         end=_YEAR,
     ),
@@ -90,12 +95,12 @@ TOOLS = tools_by_name(
         "from_timestamp",
         "Date of a Unix time.",
         lambda seconds: datetime.fromtimestamp(seconds, UTC).date().isoformat(),
-        seconds=integer(0, 10**10),
+        seconds=integer(0, 10**10),  # until the year 2286
     ),
     tool(
         "duration",
         "Seconds as h:mm:ss.",
-        lambda seconds: str(timedelta(seconds=seconds)),
+        lambda seconds: str(timedelta(seconds=seconds)),  # from a day on: "1 day, 0:01:01"
         seconds=integer(0, 10**9),
     ),
     tool(
@@ -103,7 +108,7 @@ TOOLS = tools_by_name(
         "Clock time some minutes later.",
         _shift_clock,
         time=_TIME,
-        minutes=integer(-100000, 100000),
+        minutes=integer(-100000, 100000),  # about 69 days
     ),
     tool(
         "utc_offset",
@@ -143,11 +148,12 @@ TOOLS = tools_by_name(
         "int_to_ip",
         "IPv4 address of a number.",
         lambda n: str(ipaddress.IPv4Address(n)),
-        n=integer(0, 2**32 - 1),
+        n=integer(0, 2**32 - 1),  # IPv4 only
     ),
     tool(
         "network_size",
         "Addresses in a network.",
+        # an error if host bits are set, as in 10.0.0.1/24
         lambda network: ipaddress.ip_network(network).num_addresses,
         network=_ADDRESS,
     ),

@@ -12,15 +12,17 @@ from alar.domains.tool.schema import boolean, decimal, integer, numbers, text, t
 
 
 def _whole(value: float) -> int | float:
-    """A float without a fraction as an integer, others rounded to six decimals."""
+    """A float without a fraction as an integer; any other float rounded to six decimals."""
     value = round(value, 6)
     return int(value) if value == int(value) else value
 
 
 def _fraction(value: str) -> Fraction:
-    return Fraction(value.replace(" ", ""))
+    return Fraction(value.replace(" ", ""))  # "1 / 3" is a fraction, too
 
 
+# The bounds keep every result and the work for it small: 200! has 375 digits, 1000**60 has 181.
+# An argument beyond its bounds never reaches the lambda.
 TOOLS = tools_by_name(
     tool("gcd", "Greatest common divisor.", lambda a, b: math.gcd(a, b), a=integer(), b=integer()),
     tool("lcm", "Least common multiple.", lambda a, b: math.lcm(a, b), a=integer(), b=integer()),
@@ -28,7 +30,7 @@ TOOLS = tools_by_name(
     tool(
         "comb",
         "Ways to choose k of n items.",
-        lambda n, k: math.comb(n, k),
+        lambda n, k: math.comb(n, k),  # 0 if k > n
         n=integer(0, 500),
         k=integer(0, 500),
     ),
@@ -39,7 +41,9 @@ TOOLS = tools_by_name(
         n=integer(0, 200),
         k=integer(0, 200),
     ),
-    tool("isqrt", "Integer square root.", lambda n: math.isqrt(n), n=integer(0)),
+    tool(
+        "isqrt", "Integer square root.", lambda n: math.isqrt(n), n=integer(0)
+    ),  # negative: refused
     tool("sqrt", "Square root.", lambda x: _whole(math.sqrt(x)), x=decimal(0)),
     tool(
         "hypot",
@@ -52,7 +56,7 @@ TOOLS = tools_by_name(
         "log",
         "Logarithm to a base.",
         lambda x, base=10: _whole(math.log(x) / math.log(base)),
-        x=decimal(1e-9),
+        x=decimal(1e-9),  # there is no logarithm of 0
         base=integer(2, 1000, default=10),
     ),
     tool(
@@ -76,19 +80,19 @@ TOOLS = tools_by_name(
         lambda base, exponent, m: pow(base, exponent, m),
         base=integer(),
         exponent=integer(0),
-        m=integer(1),
+        m=integer(1),  # no division by 0
     ),
     tool(
         "power",
         "Base to an exponent.",
         lambda base, exponent: base**exponent,
         base=integer(-1000, 1000),
-        exponent=integer(0, 60),
+        exponent=integer(0, 60),  # a negative one would give a float
     ),
     tool(
         "divide",
         "Quotient and remainder.",
-        lambda a, b: list(divmod(a, b)),
+        lambda a, b: list(divmod(a, b)),  # JSON has no tuples
         a=integer(),
         b=integer(1),
     ),
@@ -102,7 +106,7 @@ TOOLS = tools_by_name(
     tool(
         "mode",
         "Most frequent value.",
-        lambda values: statistics.mode(values),
+        lambda values: statistics.mode(values),  # of equally frequent values the first
         values=numbers("integer"),
     ),
     tool(
@@ -133,12 +137,12 @@ TOOLS = tools_by_name(
         "The k largest values.",
         lambda values, k: heapq.nlargest(k, values),
         values=numbers("integer"),
-        k=integer(1, 50),
+        k=integer(1, 50),  # a list has at most 50 items
     ),
     tool(
         "rank",
         "Place of x among sorted values.",
-        lambda values, x: bisect.bisect_left(sorted(values), x),
+        lambda values, x: bisect.bisect_left(sorted(values), x),  # 0 if none is smaller
         values=numbers("integer"),
         x=integer(),
     ),
@@ -152,7 +156,7 @@ TOOLS = tools_by_name(
     tool(
         "simplify",
         "Fraction in lowest terms.",
-        lambda numerator, denominator: str(Fraction(numerator, denominator)),
+        lambda numerator, denominator: str(Fraction(numerator, denominator)),  # 6, 3 → "2"
         numerator=integer(),
         denominator=integer(1),
     ),
@@ -163,7 +167,7 @@ TOOLS = tools_by_name(
         "from_base",
         "Number from digits in a base.",
         lambda digits, base: int(digits, base),
-        digits=text(longest=30),
+        digits=text(longest=30),  # 36**30 has 47 digits
         base=integer(2, 36),
     ),
     tool("bit_count", "Ones in binary.", lambda n: n.bit_count(), n=integer()),

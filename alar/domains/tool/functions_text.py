@@ -19,15 +19,17 @@ from alar.domains.tool.schema import boolean, choice, integer, text, tool, tools
 
 _TEXT = text()
 _CHARACTER = text(longest=1)
-_BYTE = integer(0, 255)
+_BYTE = integer(0, 255)  # red, green or blue
 
 
 def _hsv(red: int, green: int, blue: int) -> list[int]:
+    # colorsys has all values in [0, 1]; people say degrees and percent.
     hue, saturation, value = colorsys.rgb_to_hsv(red / 255, green / 255, blue / 255)
     return [round(360 * hue), round(100 * saturation), round(100 * value)]
 
 
 def _rgb(hue: int, saturation: int, value: int) -> list[int]:
+    # colorsys returns red, green and blue in [0, 1].
     return [
         round(255 * part) for part in colorsys.hsv_to_rgb(hue / 360, saturation / 100, value / 100)
     ]
@@ -63,11 +65,12 @@ TOOLS = tools_by_name(
         "Text several times.",
         lambda text, times: text * times,
         text=text(longest=50),
-        times=integer(0, 20),
+        times=integer(0, 20),  # at most 1000 characters
     ),
     tool(
         "shorten",
         "Cut text at a width.",
+        # cuts between words only
         lambda text, width: textwrap.shorten(text, width, placeholder="…"),
         text=_TEXT,
         width=integer(1, 200),
@@ -86,7 +89,7 @@ TOOLS = tools_by_name(
     tool(
         "base64_encode",
         "Base64 code.",
-        lambda text: base64.b64encode(text.encode()).decode(),
+        lambda text: base64.b64encode(text.encode()).decode(),  # the code of the UTF-8 bytes
         text=_TEXT,
     ),
     tool("url_quote", "Escape text for a URL.", lambda text: quote(text), text=_TEXT),
@@ -95,6 +98,7 @@ TOOLS = tools_by_name(
     tool(
         "similarity",
         "Similarity in percent.",
+        # depends on the order of a and b
         lambda a, b: round(100 * difflib.SequenceMatcher(None, a, b).ratio()),
         a=_TEXT,
         b=_TEXT,
@@ -108,25 +112,29 @@ TOOLS = tools_by_name(
     tool(
         "file_extension",
         "Extension of a path.",
-        lambda path: posixpath.splitext(path)[1],
+        lambda path: posixpath.splitext(path)[1],  # posixpath: the same on Windows
         path=_TEXT,
     ),
     tool("base_name", "Last part of a path.", lambda path: posixpath.basename(path), path=_TEXT),
     tool(
         "char_name",
         "Unicode name.",
-        lambda character: unicodedata.name(character),
+        lambda character: unicodedata.name(character),  # an error for a character without a name
         character=_CHARACTER,
     ),
     tool(
         "char_category",
         "Unicode category.",
-        lambda character: unicodedata.category(character),
+        lambda character: unicodedata.category(character),  # two letters, such as "Ll"
         character=_CHARACTER,
     ),
     tool("code_point", "Unicode number.", lambda character: ord(character), character=_CHARACTER),
     tool(
-        "from_code_point", "Character of a Unicode number.", lambda n: chr(n), n=integer(32, 0xD7FF)
+        # Surrogates begin at 0xD800, and they cannot be written as UTF-8.
+        "from_code_point",
+        "Character of a Unicode number.",
+        lambda n: chr(n),
+        n=integer(32, 0xD7FF),
     ),
     tool(
         "normalize",

@@ -3,12 +3,12 @@
     <think>text</think>\\n\\n<tool_call>\\n{"name": "f", "arguments": {}}\\n</tool_call><|im_end|>
     <latent>••••</latent>\\n\\nThe final answer<|im_end|>
 
-A turn holds one or more calls, or the final answer. Prompts are deliberately written here, not by
-the checkpoint's own chat template. They differ from it in one thing: the template of Qwen3's
-thinking models ends the prompt with `<think>\\n`, and a model that finds the block already open
-can never choose `<latent>`.
+A turn holds one or more calls, or the final answer. This module writes the prompts, and not the
+checkpoint's own chat template. The two differ in one thing. The template of Qwen3's thinking models
+ends the prompt with `<think>\\n`, and a model that finds the block already open can never choose
+`<latent>`.
 
-Nothing that a policy writes makes the parser raise: a malformed turn has a `problem`.
+The parser never raises, whatever a policy writes: a malformed turn has a `problem`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ RESPONSE_OPEN, RESPONSE_CLOSE = "<tool_response>", "</tool_response>"
 MAX_CALLS = 16  # in one turn
 LONGEST_PROBLEM = 200  # characters; the policy reads it
 
+# The words of Qwen3's template, which its checkpoints know from their training.
 _TOOLS_HEAD = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
@@ -37,36 +38,39 @@ _TOOLS_FOOT = (
     ' within <tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments":'
     " <args-json-object>}\n</tool_call>"
 )
+# Tags that mean something here: none may stand inside a block or around the calls.
 _TAG = re.compile(r"</?(?:think|latent|tool_call|tool_response|tools)>")
 
 
 def tools_text(functions: Sequence[dict]) -> str:
     """The template's block of functions, one JSON object a line."""
+    # one JSON object per function
     lines = [json.dumps(openai_tool(function), ensure_ascii=False) for function in functions]
     return _TOOLS_HEAD + "".join(f"\n{line}" for line in lines) + _TOOLS_FOOT
 
 
 def calls_text(calls: Sequence[dict]) -> str:
-    """Calls as the template writes them; tags inside texts are escaped, so that all read back."""
+    """Calls as the template writes them. Tags inside texts are escaped, so that all read back."""
     written = []
     for call in calls:
         body = f'{{"name": {_json(call["name"])}, "arguments": {_json(call["arguments"])}}}'
+        # `\u003c` is "<" to a JSON parser, so the value is the same, but the parser sees no tag.
         body = _TAG.sub(lambda tag: f"\\u003c{tag[0][1:]}", body)
         written.append(f"{CALL_OPEN}\n{body}\n{CALL_CLOSE}")
     return "\n".join(written)
 
 
 def responses_text(responses: Sequence[str]) -> str:
-    """Results of all calls of a turn, in their order."""
+    """The results of all calls of a turn, in the order of the calls."""
     return "\n".join(f"{RESPONSE_OPEN}\n{response}\n{RESPONSE_CLOSE}" for response in responses)
 
 
 def parse_calls(text: str) -> tuple[list[dict], str]:
-    """(calls, problem) of a text with calls one after another; ([], reason) unless all are valid.
+    """(calls, problem) of a text with calls one after another. ([], reason) unless all are valid.
 
     A call is a JSON object with exactly a `name` (text) and `arguments` (an object). Never raises.
     """
-    calls = []
+    calls = []  # {"name": str, "arguments": dict} each
     for body in _split_calls(text)[0]:
         call, problem = _parse_call(body)
         if problem:
@@ -83,7 +87,7 @@ def parse_turn(text: str) -> Turn:
     The action is "call" (its argument is the text of the calls), "answer", or None.
     """
     mode, reasoning, rest, problem = protocol.leading_block(text, _TAG)
-    found, outside = _split_calls(rest)
+    found, outside = _split_calls(rest)  # bodies of the calls, the text around them
     tagged = _TAG.search(outside)  # a tag that opens or closes nothing, or another block
     action: str | None
     if found:
@@ -93,14 +97,17 @@ def parse_turn(text: str) -> Turn:
     else:
         action, argument = None, ""
     problem = problem or _turn_problem(action, argument, outside, tagged[0] if tagged else "")
+    # `policy_text` is what counts as think length: the thought, and text outside block and calls.
+    # Otherwise a policy could reason outside the block for free.
     thinking = reasoning if mode == "think" else ""
+    # a plain answer is an action, not thinking
     extra = outside if action == "call" or tagged else ""
     policy_text = thinking + _TAG.sub("", extra).strip().replace(protocol.BULLET, "")
     return Turn(mode, reasoning, action, argument, not problem, problem, policy_text)
 
 
 def _turn_problem(action: str | None, argument: str, outside: str, tag: str) -> str:
-    """What is wrong behind the block; `outside` is around the calls and has `tag` in it."""
+    """What is wrong after the block. `outside` is the text around the calls, `tag` a tag in it."""
     if "tool_call" in tag:
         return f"{tag} has no partner"
     if tag:
@@ -113,9 +120,9 @@ def _turn_problem(action: str | None, argument: str, outside: str, tag: str) -> 
 
 
 class ToolForm:
-    """The template for the agent loop; the policy itself ends its turns, with `<|im_end|>`."""
+    """The template for the agent loop. The policy itself ends its turns, with `<|im_end|>`."""
 
-    opening = ""
+    opening = ""  # no text stands before the first block
     closing = Trusted("<|im_end|>")
 
     def prompt(self, question: Question) -> Sequence[str]:
@@ -123,9 +130,10 @@ class ToolForm:
         messages = list(request.messages)
         system = []
         if messages and messages[0]["role"] == "system":
-            system.append(messages.pop(0)["content"])
+            system.append(messages.pop(0)["content"])  # the functions follow in the same message
         if request.functions:
             system.append(tools_text(request.functions))
+        # Only the template's own pieces are `Trusted`: `<|im_end|>` in a user's text ends nothing.
         pieces = []
         if system:
             pieces += [Trusted("<|im_start|>system\n"), "\n\n".join(system)]
@@ -141,24 +149,25 @@ class ToolForm:
         return *opening, text, Trusted("<|im_end|>\n<|im_start|>assistant\n")
 
     def invalid(self, problem: str) -> str:
+        # The problem may quote the policy's own text; none of its tags may close the response.
         return responses_text([_json({"error": problem}).replace("<", "\\u003c")])
 
     def parse(self, text: str) -> Turn:
         return parse_turn(text)
 
     def action(self, name: str, argument: str) -> str:
-        return argument
+        return argument  # the argument of a call has its tags already
 
 
 TOOL = ToolForm()
 
 
 def _split_calls(text: str) -> tuple[list[str], str]:
-    """(what stands between the tags of each call, what stands around the calls).
+    """(the text between the tags of each call, the text around the calls).
 
-    In one pass: a regular expression takes quadratic time for many tags without a partner.
+    It takes one pass. A regular expression takes quadratic time for many tags without a partner.
     """
-    bodies, around, place = [], [], 0
+    bodies, around, place = [], [], 0  # `place`: where the unread text begins
     while True:
         start = text.find(CALL_OPEN, place)
         end = text.find(CALL_CLOSE, start)
@@ -172,8 +181,8 @@ def _split_calls(text: str) -> tuple[list[str], str]:
 
 def _parse_call(body: str) -> tuple[dict, str]:
     try:
-        call = json.loads(body, parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
+        call = json.loads(body, parse_constant=_refuse)  # JSON has no NaN, but Python reads it
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         return {}, f"a call is not JSON ({str(error)[:80]})"
     if not isinstance(call, dict):
         return {}, f"a call is {type(call).__name__}, not an object with name and arguments"

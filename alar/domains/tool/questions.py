@@ -1,5 +1,4 @@
-"""Requests over the tool world in BFCL's categories, and the explicit chain of thought that solves
-each.
+"""Requests over the tool world in BFCL's categories, each with a chain of thought that solves it.
 
 | category | offered | turns | example |
 |---|---|---|---|
@@ -13,14 +12,14 @@ each.
 A turn is hard if a number or a date in its call has to be worked out first: "12 more than 30", "the
 minutes of 7 hours", "25 days after 2024-02-10". The last turn states the results, which is easy.
 
-The provider in a function's name, `gcd_oak` or `gcd_elm`, is drawn for every request, so that names
-have to be read.
+The provider in a function's name, `gcd_oak` or `gcd_elm`, is drawn for every request, so a model
+has to read the names.
 
-Splits share functions and their phrases, but no calls: every combination of a function and its
+Splits share functions and their phrases, but no calls. Every combination of a function and its
 arguments belongs to one split (`world.split_of_call`), whichever sentence asks for it. Validation
-and test have sentences and connections of their own, too. Base models are pretrained on
-"pretraining": the calls of "train" in fewer wordings. Later stages get more wordings, because a
-model trained on few forgets how to read others.
+and test also have their own sentences and connections. Base models are pretrained on "pretraining":
+the calls of "train" in fewer wordings. Later stages get more wordings, because a model that trains
+on few wordings forgets how to read others.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from alar.records import Question, Solved, Step
 
 CATEGORIES = ("simple", "multiple", "parallel", "parallel_multiple", "irrelevance", "multi_turn")
 SPLITS = ("pretraining", "train", "validation", "test")
-HARD_SHARE = 0.4  # of the requests that call
+HARD_SHARE = 0.4  # of the requests that call a function
 NOTHING_FITS = "None of the functions fits."
 _PRETRAINING_SENTENCES = (
     "What is {0}?",
@@ -54,7 +53,7 @@ _PRETRAINING_SENTENCES = (
     "Please give me {0}.",
     "I want to know {0}, please.",
 )
-_SENTENCES = {
+_SENTENCES = {  # split → sentences around what is asked; validation and test have their own
     "pretraining": _PRETRAINING_SENTENCES,
     "train": (
         *_PRETRAINING_SENTENCES,
@@ -92,7 +91,7 @@ _SENTENCES = {
     "test": ("Please tell me {0}.", "Give me {0}.", "Please find {0}.", "I want to find {0}."),
 }
 _PRETRAINING_CONNECTIONS = (" and also ", "; and ", ", then ")
-_CONNECTIONS = {
+_CONNECTIONS = {  # split → words between the calls of one request
     "pretraining": _PRETRAINING_CONNECTIONS,
     "train": (
         *_PRETRAINING_CONNECTIONS,
@@ -105,7 +104,7 @@ _CONNECTIONS = {
     "validation": (", also ", ", then also "),
     "test": (" and then ", "; also "),
 }
-_UNITS = (
+_UNITS = (  # words for a multiple, and its factor
     ("the days of {0} weeks", 7),
     ("the months of {0} years", 12),
     ("the hours of {0} days", 24),
@@ -117,11 +116,11 @@ _UNITS = (
 class SolvedCall:
     """A call with the phrase that asks for it, what has to be worked out first, and its result."""
 
-    tool: Tool
+    tool: Tool  # under its name in the request, such as gcd_oak
     arguments: dict
-    asked: str
-    working: str
-    result: str
+    asked: str  # the phrase, filled in
+    working: str  # the computation, digit by digit; "" if the call is easy
+    result: str  # what the model will observe
 
     def written(self) -> dict:
         return {"name": self.tool.name, "arguments": self.arguments}
@@ -129,7 +128,7 @@ class SolvedCall:
     def thought(self) -> str:
         """The call in a chain of thought.
 
-        The name stands in quotes, as in the list of functions, so that its tokens are the same.
+        The name stands in quotes, as in the list of functions. So it has the same tokens there.
         """
         arguments = [f"{name} {world.noted(value)}" for name, value in self.arguments.items()]
         return f'"{self.tool.name}", with {", ".join(arguments)}'
@@ -137,23 +136,24 @@ class SolvedCall:
 
 @dataclass(frozen=True)
 class Draw:
-    """What one request is drawn with; `offer` has every function under its name in the request."""
+    """What one request is drawn with. `offer` maps own names to functions under drawn names."""
 
     category: str
     split: str
     rng: random.Random
     offer: dict[str, Tool]
-    hard: bool
+    hard: bool  # whether one turn needs a computation
 
 
 def _calls_of(split: str) -> str:
-    """The split that a split's calls belong to."""
+    """The split whose calls a split asks for: "pretraining" asks for those of "train"."""
     return "train" if split == "pretraining" else split
 
 
 def computed(value: Any, slot: world.ArgumentSlot, rng: random.Random) -> tuple[str, str] | None:
-    """(words, working) for a value that is to be worked out; None where no computation fits."""
+    """(words, working) for a value that the model shall work out. None if no computation fits."""
     if slot.kind == "date":
+        # At most 28 days, so that the day lies in the same month or the next (`later_text`).
         end, days = date.fromisoformat(value), rng.randint(3, 28)
         start = end - timedelta(days=days)
         return f"the day {days} days after {start}", arithmetic.later_text(start, days)
@@ -183,12 +183,12 @@ def sample_call(
 ) -> SolvedCall | None:
     """Draw the arguments of one call.
 
-    None if the draw belongs to another split, fails, or is to be hard and has nothing to compute.
-    `given` maps one parameter to (value, words), taken instead of a draw. `inner` words the call as
-    a noun, to stand in a sentence.
+    None if the draw belongs to another split, if the call fails, or if it should be hard and has
+    nothing to compute. `given` maps one parameter to (value, words), which replace a draw. `inner`
+    words the call as a noun, so that it can stand inside another phrase.
     """
     given = given or {}
-    values, words = {}, {}
+    values, words = {}, {}  # parameter → its value, what the question says for it
     for name, slot in phrase.slots.items():
         if name in given:
             values[name], words[name] = given[name]
@@ -205,6 +205,7 @@ def sample_call(
         return None
     working = ""
     if hard:
+        # Parameters whose value can be asked for as a computation; the first that works is taken.
         places = [name for name, slot in phrase.slots.items() if slot.kind and name not in given]
         draw.rng.shuffle(places)
         for place in places:
@@ -214,6 +215,7 @@ def sample_call(
                 break
         else:
             return None
+    # the first is a noun
     wording = phrase.wordings[0] if inner else draw.rng.choice(phrase.wordings)
     tool = draw.offer[phrase.tool.name]
     return SolvedCall(tool, arguments, wording.format(**words), working, result)
@@ -222,13 +224,17 @@ def sample_call(
 def sample_question(
     category: str, split: str, rng: random.Random, *, hard_share: float = HARD_SHARE
 ) -> Solved:
-    """Draw one request of a category from a split, with its expert steps."""
+    """Draw one request of a category from a split, with its expert steps.
+
+    Raises ValueError for an unknown category or split.
+    """
     if category not in CATEGORIES:
         raise ValueError(f"unknown category {category!r}: expected one of {', '.join(CATEGORIES)}")
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}: expected one of {', '.join(SPLITS)}")
     write = {"multi_turn": _chain, "irrelevance": _irrelevant}.get(category, _one_turn)
     hard = rng.random() < hard_share
+    # A draw may fail: it is of another split, its result is too long, or nothing can be computed.
     while True:
         solved = write(Draw(category, split, rng, world.offer(rng), hard))
         if solved is not None:
@@ -242,30 +248,34 @@ def _one_turn(draw: Draw) -> Solved | None:
         phrases = draw.rng.sample(world.PHRASES, 2)
     else:
         count = draw.rng.choice((2, 2, 3)) if draw.category == "parallel" else 1
+        # parallel: one function, other arguments
         phrases = [draw.rng.choice(world.PHRASES)] * count
     calls = [
+        # One computation in a turn is enough to make it hard.
         sample_call(phrase, draw, hard=draw.hard and number == 0)
         for number, phrase in enumerate(phrases)
     ]
     if None in calls:
         return None
     if len({(call.tool.name, json.dumps(call.arguments)) for call in calls}) < count:
-        return None
+        return None  # the same call twice
     if draw.category == "parallel_multiple" and calls[0].tool is calls[1].tool:
-        return None
-    draw.rng.shuffle(calls)
+        return None  # two phrases for one function
+    draw.rng.shuffle(calls)  # so that the hard call is not always the first
     working = "".join(f"{call.working}. " for call in calls if call.working)
     written = calls_text([call.written() for call in calls])
     steps = [Step(f"{working}{_plan(calls)}.", "call", written), _last(calls)]
     text = draw.rng.choice(_CONNECTIONS[draw.split]).join(call.asked for call in calls)
+    # fewest, most
     extra = {"multiple": (1, 2), "parallel_multiple": (0, 1)}.get(draw.category, (0, 0))
     hard_turns = (0,) if draw.hard else ()
     return _finish(draw, text, [calls], steps, extra=extra, answered=calls, hard_turns=hard_turns)
 
 
 def _chain(draw: Draw) -> Solved | None:
-    """Two turns: the result of the first call is an argument of the second."""
+    """Two turns of calls: the result of the first call is an argument of the second."""
     outer = draw.rng.choice(world.PHRASES)
+    # Only an integer or a date can come from an earlier call.
     places = [name for name, slot in outer.slots.items() if slot.kind]
     if not places:
         return None
@@ -273,14 +283,14 @@ def _chain(draw: Draw) -> Solved | None:
     slot = outer.slots[place]
     phrase = draw.rng.choice(world.PHRASES)
     inner = sample_call(phrase, draw, hard=draw.hard and draw.rng.random() < 0.5, inner=True)
-    if inner is None or inner.tool is draw.offer[outer.tool.name]:
+    if inner is None or inner.tool is draw.offer[outer.tool.name]:  # two turns, two functions
         return None
     value = _as_argument(inner.result, slot)
     if value is None:
         return None
-    working, words = "", inner.asked
+    working, words = "", inner.asked  # for the argument that comes from the first call
     hard_turns = (0,) if inner.working else ()
-    if draw.hard and not inner.working:  # then the second call has something to compute
+    if draw.hard and not inner.working:  # the second call needs the computation instead
         if slot.kind != "integer" or value + 2 > slot.high:
             return None  # nothing to add, or no room for it
         more = draw.rng.randint(2, min(slot.high - value, 99))
@@ -306,18 +316,19 @@ def _chain(draw: Draw) -> Solved | None:
 
 
 def _as_argument(result: str, slot: world.ArgumentSlot) -> Any:
-    """An earlier result as the value of an argument; None where it does not fit."""
+    """An earlier result as the value of an argument. None if it does not fit."""
     if slot.kind == "integer":
         fits = result.isdecimal() and slot.low <= int(result) <= slot.high
         return int(result) if fits else None
     try:
+        # Python also reads 20240210 and 2024-W06-6; the functions get YYYY-MM-DD only.
         return date.fromisoformat(result).isoformat() if len(result) == 10 else None
     except ValueError:
         return None
 
 
 def _irrelevant(draw: Draw) -> Solved | None:
-    """A request whose function is not offered."""
+    """A request whose function is not on offer."""
     phrase = draw.rng.choice(world.PHRASES)
     call = sample_call(phrase, draw)
     if call is None:
@@ -327,10 +338,10 @@ def _irrelevant(draw: Draw) -> Solved | None:
 
 
 def _plan(calls: Sequence[SolvedCall]) -> str:
-    """The thought that names the functions before it matters whether they are offered.
+    """The thought that names the functions, before it matters whether they are offered.
 
-    A small model learns to look a name up and to continue it as the list does, but not to say at
-    once whether any function fits.
+    A small model can learn to look a name up and to continue it as the list does. It does not learn
+    to say at once whether any function fits.
     """
     return f"I need {' and '.join(call.thought() for call in calls)}"
 
@@ -354,7 +365,7 @@ def _finish(
 ) -> Solved:
     """The request that asks for `text`.
 
-    Functions on offer: those of `turns`, and as many others as `extra` (fewest, most) says, but not
+    It offers the functions of `turns` and as many others as `extra` (fewest, most) says, but never
     `without`. The final answer states the results of `answered`.
     """
     rng = draw.rng
@@ -362,15 +373,16 @@ def _finish(
     tools = list({call.tool.name: call.tool for turn in turns for call in turn}.values())
     others = [tool for tool in draw.offer.values() if tool is not without and tool not in tools]
     tools += rng.sample(others, rng.randint(*extra))
-    rng.shuffle(tools)
+    rng.shuffle(tools)  # the place in the list says nothing
     sentence = rng.choice(_SENTENCES[draw.split]).format(text)
-    truth = []
+    truth = []  # per turn, the accepted values of every call
     for turn in turns:
         truth.append(tuple(world.accepted(call.tool, call.arguments) for call in turn))
     message = {"role": "user", "content": sentence}
     functions = tuple(tool.function() for tool in tools)
     request = ToolRequest((message,), functions, tuple(truth), draw.category)
     names = [tool.name for tool in tools]
+    # equal requests, equal ids
     identity = hashlib.sha256(f"{sentence}|{names}".encode()).hexdigest()[:16]
     answers = ("; ".join(call.result for call in answered),) if answered else ()
     question = request.question(identity, answers=answers, hard_turns=hard_turns, world=draw.split)
@@ -385,12 +397,12 @@ def solved_questions(
     *,
     hard_share: float = HARD_SHARE,
 ) -> list[Solved]:
-    """`count` distinct requests of a split, the categories in turn.
+    """`count` distinct requests of a split. The categories take turns.
 
     The same arguments always give the same list.
     """
     rng = random.Random(f"tool {_calls_of(split)} {seed}")
-    drawn: dict[str, Solved] = {}
+    drawn: dict[str, Solved] = {}  # question id → request; a second draw of one is dropped
     while len(drawn) < count:
         category = categories[len(drawn) % len(categories)]
         solved = sample_question(category, split, rng, hard_share=hard_share)
@@ -399,26 +411,26 @@ def solved_questions(
 
 
 def training_questions(count: int, *, seed: int, types: Sequence[str] = ()) -> list[Question]:
-    """Requests of the training split; `types` (all categories without) come in turn."""
+    """Requests of the training split. The `types` take turns; without them all categories do."""
     drawn = solved_questions("train", count, seed, types or CATEGORIES)
     return [solved.question for solved in drawn]
 
 
 def validation_questions(count: int, *, seed: int = 0) -> list[Question]:
-    """Calls and sentences that no stage trains on: for choices, never for results."""
+    """Requests with calls and sentences that no stage trains on: for choices, never for results."""
     return [solved.question for solved in solved_questions("validation", count, seed)]
 
 
 def test_questions(count: int) -> list[Question]:
-    """The first `count` of the fixed test split; the categories alternate in it."""
+    """The first `count` requests of the fixed test split, in which the categories take turns."""
     return [solved.question for solved in solved_questions("test", count, 0)]
 
 
 def write_bfcl(questions: Sequence[Question], folder: str | Path) -> list[Path]:
-    """Write requests in BFCL's file format; return the files.
+    """Write requests in BFCL's file format and return the files.
 
     Every category has two: NAME.json and possible_answer/NAME.json. In "multi_turn" the ground
-    truth has one list of calls per turn; elsewhere it is the calls, as in BFCL.
+    truth has one list of calls per turn. Elsewhere it is the calls themselves, as in BFCL.
     """
     folder, written = Path(folder), []
     for category in dict.fromkeys(question.type for question in questions):
@@ -427,11 +439,11 @@ def write_bfcl(questions: Sequence[Question], folder: str | Path) -> list[Path]:
             if question.type != category:
                 continue
             request = request_of(question)
-            row = {"id": question.id, "question": [list(request.messages)]}
+            row = {"id": question.id, "question": [list(request.messages)]}  # one turn of messages
             asked.append(row | {"function": list(request.functions)})
             truth = [list(turn) for turn in request.truth]
             if category != "multi_turn":
-                truth = truth[0] if truth else []
+                truth = truth[0] if truth else []  # irrelevance: no call
             answers.append({"id": question.id, "ground_truth": truth})
         for path, rows in (
             (folder / f"{category}.json", asked),

@@ -1,9 +1,9 @@
-"""How a function of the tool world is described: name, sentence, parameters, and what runs.
+"""The description of a function of the tool world: name, sentence, parameters, and what runs.
 
 Two schemas follow from one description. The one that is *shown* (BFCL's form) has types, choices,
-defaults and required names, short enough for a small model's prompt. The one that is *enforced*
-before anything runs adds bounds: no integer, text or list beyond them reaches a function, so that
-none can be made to work for long.
+defaults and required names. It is short enough for a small model's prompt. The one that is
+*enforced* before anything runs adds bounds. No integer, text or list beyond them reaches a
+function, so nobody can make a function work for long.
 
 pydantic is imported where it is used: the process that runs the functions starts without it.
 """
@@ -15,22 +15,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-MAX_TEXT, MAX_ITEMS = 200, 50
-_LARGEST = 10**9
-_LIMITS = {"ge": -_LARGEST, "le": _LARGEST}
+MAX_TEXT, MAX_ITEMS = 200, 50  # characters of a text, items of a list
+_LARGEST = 10**9  # of any number, unless a parameter says otherwise
+_LIMITS = {"ge": -_LARGEST, "le": _LARGEST}  # for the items of a list; pydantic's names
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """`kind` is BFCL's type name, and `items` that of a list's items.
+    """One parameter. `kind` is BFCL's type name, and `items` that of a list's items.
 
     `default` is None for a required parameter. `bounds` are enforced, not shown.
     """
 
     kind: str
-    bounds: tuple[tuple[str, Any], ...] = ()
+    bounds: tuple[tuple[str, Any], ...] = ()  # pydantic's, such as ("ge", 0); hashable
     description: str = ""
-    choices: tuple = ()
+    choices: tuple = ()  # the only values allowed; empty: any
     items: str = ""
     default: Any = None
 
@@ -53,6 +53,7 @@ class Parameter:
         if self.choices:
             return Literal[self.choices]
         if self.items:
+            # `bounds` are those of the length, `_LIMITS` those of each item.
             return Annotated[list[_bounded(self.items, _LIMITS)], Field(**dict(self.bounds))]
         return _bounded(self.kind, dict(self.bounds))
 
@@ -62,7 +63,7 @@ def _bounded(kind: str, bounds: dict) -> Any:
 
     types = {"integer": int, "float": float, "string": str, "boolean": bool}
     if kind == "float":
-        bounds = bounds | {"allow_inf_nan": False}
+        bounds = bounds | {"allow_inf_nan": False}  # JSON has no NaN
     return Annotated[types[kind], Field(**bounds)]
 
 
@@ -71,7 +72,7 @@ class Tool:
     name: str
     description: str
     parameters: dict[str, Parameter]
-    run: Callable[..., Any]
+    run: Callable[..., Any]  # takes arguments by the names of `parameters`
 
     def function(self) -> dict:
         """The description that is shown, in BFCL's form."""
@@ -80,6 +81,7 @@ class Tool:
             properties[name] = parameter.shown()
             if parameter.default is None:
                 required.append(name)
+        # "dict" is BFCL's word; `requests.openai_tool` turns it into "object".
         parameters = {"type": "dict", "properties": properties, "required": required}
         return {"name": self.name, "description": self.description, "parameters": parameters}
 
@@ -90,22 +92,24 @@ class Tool:
         try:
             self._model.model_validate(arguments)
         except ValidationError as failed:
+            # The model reads one short sentence, so the first error has to do.
             first = failed.errors(include_url=False, include_context=False)[0]
-            where = ".".join(map(str, first["loc"]))
+            where = ".".join(map(str, first["loc"]))  # ("values", 2) → values.2
             problem = f"{where}: {first['msg']}" if where else first["msg"]
             return problem[:200]
         return ""
 
     @cached_property
     def _model(self):
-        """The enforced schema; unknown names are errors.
+        """The enforced schema. Unknown names are errors.
 
-        It is strict as BFCL's checker is: 5.0 is not an integer and True is not a number.
+        It is as strict as BFCL's checker: 5.0 is not an integer and True is not a number.
         """
         from pydantic import ConfigDict, create_model
 
         fields = {}
         for name, parameter in self.parameters.items():
+            # ... is pydantic's "required"
             default = ... if parameter.default is None else parameter.default
             fields[name] = (parameter.enforced(), default)
         return create_model(self.name, __config__=ConfigDict(strict=True, extra="forbid"), **fields)
@@ -114,7 +118,7 @@ class Tool:
 def tool(name: str, description: str, run: Callable[..., Any], **parameters: Parameter) -> Tool:
     """A tool whose `run` takes arguments by these names.
 
-    Most functions of the standard library know no names or other ones, hence the many lambdas.
+    Most functions of the standard library take no names or other names, hence the many lambdas.
     """
     return Tool(name, description, parameters, run)
 
@@ -151,7 +155,7 @@ def numbers(kind: str = "float") -> Parameter:
 
 
 def tools_by_name(*tools: Tool) -> dict[str, Tool]:
-    """Name → tool. ValueError for a name that two tools share."""
+    """Name → tool. Raises ValueError for a name that two tools share."""
     found = {tool.name: tool for tool in tools}
     if len(found) < len(tools):
         raise ValueError("two functions share a name")

@@ -1,15 +1,15 @@
 """ToolMind (`Nanbeige/ToolMind` on the hub): rows of {conversations, tools} as requests.
 
-What is special about the published rows:
+The published rows have some habits:
 
-- they are prefixes of one another, one per assistant turn, so splits keep rows of one (first user
-  message, tools) together;
-- functions come wrapped once or twice ({"type": "function", "function": {…}}), with `arguments` for
+- Rows are prefixes of one another, one per assistant turn. So splits keep all rows of one (first
+  user message, tools) together.
+- Functions come wrapped once or twice ({"type": "function", "function": {…}}), with `arguments` for
   `parameters`, with the types `str`, `int` and `dict`, and with spaces in their names, which a call
-  cannot have;
-- `tool_calls` are {"function": {"name", "arguments"}} with arguments as an object or as JSON text;
-- several responses may follow one turn of calls, and all are kept;
-- a conversation may end in calls that nobody answered: its last turn should make them.
+  cannot have.
+- `tool_calls` are {"function": {"name", "arguments"}}. The arguments are an object or JSON text.
+- Several responses may follow one turn of calls. All of them are kept.
+- A conversation may end in calls that nobody answered. They are what its last turn should make.
 
 A row becomes one request: its history up to the last turn of calls, and those calls as the truth.
 With `whole` it becomes its last episode instead: the history up to the last user message, and all
@@ -30,24 +30,24 @@ from typing import Any
 from alar.domains.tool.protocol import calls_text, responses_text
 from alar.domains.tool.requests import ToolRequest
 
-SUCCESS = 1.5  # teacher rollouts with at least this score are kept
+SUCCESS = 1.5  # `dense_score` of a full match; teacher rollouts below it are dropped
 SPLITS = (("test", 0.05), ("validation", 0.05))  # shares; the rest is for training
 
 
 class UnreadableRow(ValueError):
-    """A row that is not a conversation with functions and calls; the text says why."""
+    """A row that is not a conversation with functions and calls. The text says why."""
 
 
 @dataclass(frozen=True)
 class ToolMindRow:
-    """`group` is what a split must keep together, `expected` the calls of the last turn.
+    """One row. A split keeps rows of one `group` together; `expected` are the last turn's calls.
 
-    `responses` are (call, response) of the request's own turns of calls, where somebody answered
-    them; only whole episodes have any.
+    `responses` are (call, response) of the request's own turns of calls, if somebody answered them.
+    Only whole episodes have any.
     """
 
-    id: str
-    group: str
+    id: str  # hash of history and functions
+    group: str  # hash of first user message and functions
     request: ToolRequest
     expected: tuple[dict, ...]
     responses: tuple[tuple[dict, str], ...] = ()
@@ -67,10 +67,10 @@ def load_rows(
 ) -> Loaded:
     """The wanted requests of all rows that can be read.
 
-    Of rows that ask for the same thing after the same history, one is kept: the first, or the
-    longest of whole episodes.
+    Of rows that ask for the same thing after the same history, it keeps one: the first, or of whole
+    episodes the longest.
     """
-    kept: dict[str, ToolMindRow] = {}
+    kept: dict[str, ToolMindRow] = {}  # row id → row
     skipped: Counter = Counter()
     for record in records:
         try:
@@ -78,12 +78,12 @@ def load_rows(
         except UnreadableRow as problem:
             skipped[str(problem)] += 1
             continue
-        except RecursionError:
+        except RecursionError:  # one odd row must not end the reading of all others
             skipped["nested too deeply"] += 1
             continue
         if not wanted(row):
             continue
-        # Without `whole` all rows of one id are of one size, and the first stays.
+        # Without `whole`, all rows of one id have the same size, so the first one stays.
         if row.id in kept:
             skipped["the same request as another row"] += 1
         if row.id not in kept or _size(row) > _size(kept[row.id]):
@@ -92,11 +92,11 @@ def load_rows(
 
 
 def _size(row: ToolMindRow) -> tuple[int, int]:
-    return len(row.request.truth), len(row.responses)
+    return len(row.request.truth), len(row.responses)  # turns of calls, responses
 
 
 def read_row(record: dict, *, whole: bool = False) -> ToolMindRow:
-    """One row. Raises UnreadableRow."""
+    """The request of one record. Raises UnreadableRow."""
     functions = tuple(read_function(tool) for tool in _list(record.get("tools"), "tools"))
     messages = _list(record.get("conversations"), "conversations")
     if not functions:
@@ -110,23 +110,25 @@ def read_row(record: dict, *, whole: bool = False) -> ToolMindRow:
     names = {function["name"] for function in functions}
     if len(names) < len(functions):
         raise UnreadableRow("two functions with one name")
+    # places of user messages
     asked = [n for n in range(turns[-1]) if messages[n]["role"] == "user"]
     if not asked:
         raise UnreadableRow("no user message")
+    # those that the request is about
     turns = [n for n in turns if n > asked[-1]] if whole else turns[-1:]
     expected = [tuple(_calls(messages[n])) for n in turns]
     if not all(expected):
         raise UnreadableRow("no calls")
     if {call["name"] for turn in expected for call in turn} - names:
         raise UnreadableRow("a call of a function that is not offered")
-    end = asked[-1] + 1 if whole else turns[0]
+    end = asked[-1] + 1 if whole else turns[0]  # the history ends before this message
     history = tuple(_history(messages[:end]))
     first = next(message["content"] for message in history if message["role"] == "user")
     truth = tuple(tuple(map(_truth, turn)) for turn in expected)
     if len(truth) > 1:
         category = "multi_turn"
     else:
-        category = "multiple" if len(truth[0]) == 1 else "parallel_multiple"
+        category = "multiple" if len(truth[0]) == 1 else "parallel_multiple"  # BFCL's names
     _digest(expected)  # raises for text that cannot be stored
     request = ToolRequest(history, functions, truth, category)
     responses = _responses(messages, turns, expected) if whole else ()
@@ -135,7 +137,7 @@ def read_row(record: dict, *, whole: bool = False) -> ToolMindRow:
 
 
 def read_function(tool: Any) -> dict:
-    """A function in BFCL's form, unwrapped, with a usable name. Raises UnreadableRow."""
+    """The function in BFCL's form, unwrapped, with a usable name. Raises UnreadableRow."""
     for _ in range(2):  # some are wrapped twice
         if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
             tool = tool["function"]
@@ -167,8 +169,8 @@ def usable_name(name: str) -> str:
 
 
 def split_of_row(row: ToolMindRow) -> str:
-    """The split of a row: "train", "validation" or "test", the same for all rows of a group."""
-    # The group is a hash: its first digits are a place in [0, 1) that stays for ever.
+    """The split of a row: "train", "validation" or "test". Rows of one group have the same."""
+    # The group is a hash. Its first 8 digits are a place in [0, 1) that never changes.
     place, edge = int(row.group[:8], 16) / 16**8, 0.0
     for name, share in SPLITS:
         edge += share
@@ -178,12 +180,12 @@ def split_of_row(row: ToolMindRow) -> str:
 
 
 def dense_score(calls: Sequence[dict], expected: Sequence[dict]) -> float:
-    """ToolMind's score of a teacher's turn.
+    """ToolMind's score of a teacher's turn, from −0.2 to 1.5.
 
-    It is correct calls over expected ones, plus 0.5 if all match, minus 0.2 otherwise, so that 1.5
-    is a full match. Calls match in any order, each at most once. A call matches when it has the
-    expected name and every expected argument with the same value after `coerced`; further arguments
-    do not count against it. Where no call is expected, none is right.
+    It is correct calls over expected ones, plus 0.5 if all match, minus 0.2 otherwise. So 1.5 is a
+    full match. Calls match in any order, each at most once. A call matches when it has the expected
+    name and every expected argument with the same value after `coerced`. Further arguments do not
+    count against it. If no call is expected, no call is right.
     """
     if not expected:
         return 1.5 if not calls else -0.2
@@ -199,7 +201,7 @@ def dense_score(calls: Sequence[dict], expected: Sequence[dict]) -> float:
 
 
 def coerced(value: Any) -> Any:
-    """One value for those that JSON writers mix up; upper and lower case stay different.
+    """The same value for all values that JSON writers mix up. Upper and lower case stay different.
 
     5.0, "5" and 5 become equal, and so do "true" and True, '["a"]' and ["a"].
     """
@@ -207,7 +209,7 @@ def coerced(value: Any) -> Any:
         try:
             inner = json.loads(value)
         except (ValueError, RecursionError):
-            return value.strip()
+            return value.strip()  # plain text
         return inner.strip() if isinstance(inner, str) else coerced(inner)
     if isinstance(value, float) and value.is_integer():
         return int(value)
@@ -231,7 +233,7 @@ def _matches(call: dict, wanted: dict) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equality by JSON text, for which True is not 1; False for what is nested too deeply."""
+    """Equality of the JSON texts, where True is not 1. False for values nested too deeply."""
     try:
         return json.dumps(coerced(a), sort_keys=True) == json.dumps(coerced(b), sort_keys=True)
     except RecursionError:
@@ -239,12 +241,12 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _truth(call: dict) -> dict:
-    """A call as BFCL's ground truth has it."""
+    """A call as BFCL's ground truth has it: every argument with one accepted value."""
     return {call["name"]: {key: [_accepted(value)] for key, value in call["arguments"].items()}}
 
 
 def expected_calls(truth: Sequence[dict]) -> list[dict]:
-    """The calls that the ground truth of a row was made of (by `_truth`).
+    """The calls from which `_truth` made the ground truth of a row.
 
     `bfcl.reference_calls` would take a list among the arguments for a list of choices.
     """
@@ -268,9 +270,9 @@ def _plain(value: Any) -> Any:
 def _accepted(value: Any) -> Any:
     """An accepted value as BFCL writes it.
 
-    Inside a dict, or a list of dicts, every value is a list of accepted ones again. There an empty
-    text would mean that the key may be left out. A blank does not, and equals an empty text, since
-    texts are compared without blanks.
+    Inside a dict, or a list of dicts, every value is again a list of accepted values. There an
+    empty text would mean that the key may be left out. So a blank stands for it: the checker
+    compares texts without blanks, and a blank equals an empty text.
     """
     if isinstance(value, dict):
         return {key: [" "] if inner == "" else [inner] for key, inner in value.items()}
@@ -282,18 +284,19 @@ def _accepted(value: Any) -> Any:
 def _schema(schema: Any) -> dict:
     if not isinstance(schema, dict):
         return {"type": "string"}
+    # What BFCL's schemas have; everything else would only lengthen the prompt.
     kept = ("type", "description", "enum", "default", "items", "properties")
     fixed = {key: schema[key] for key in kept if key in schema}
     kind = fixed.get("type")
     fixed["type"] = _TYPES.get(kind, "string") if isinstance(kind, str) else "string"
     if fixed["type"] == "array":
-        fixed["items"] = _schema(fixed.get("items"))
+        fixed["items"] = _schema(fixed.get("items"))  # a list that does not say has texts
     if isinstance(fixed.get("properties"), dict):
         fixed["properties"] = {key: _schema(value) for key, value in fixed["properties"].items()}
     return fixed
 
 
-# BFCL's type names, which its checker knows, with the names in ToolMind that mean the same.
+# The type names that BFCL's checker knows, each with ToolMind's names that mean the same.
 _NAMES = {
     "string": "string str",
     "integer": "integer int",
@@ -303,6 +306,7 @@ _NAMES = {
     "dict": "dict object",
     "any": "any",
 }
+# ToolMind's name → BFCL's
 _TYPES = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
 
@@ -311,7 +315,7 @@ def _history(messages: Sequence[dict]) -> Iterable[dict]:
 
     Earlier calls become text, and all responses to one turn become one user message.
     """
-    responses: list[str] = []
+    responses: list[str] = []  # those of the turn of calls that was read last
     for message in messages:
         role = _role(message)
         if role != "tool" and responses:
@@ -324,18 +328,18 @@ def _history(messages: Sequence[dict]) -> Iterable[dict]:
             yield {"role": "assistant", "content": "\n".join(filter(None, parts))}
         else:
             yield {"role": role, "content": _content(message)}
-    if responses:
+    if responses:  # the history may end in responses
         yield {"role": "user", "content": responses_text(responses)}
 
 
 def _responses(
     messages: Sequence[dict], turns: Sequence[int], calls: Sequence[Sequence[dict]]
 ) -> tuple[tuple[dict, str], ...]:
-    """(call, response) of each turn of calls; the last turn may be unanswered.
+    """(call, response) of all turns of calls. Nobody may have answered the last turn.
 
-    Raises UnreadableRow where it is not clear which response belongs to which call.
+    Raises UnreadableRow if it is not clear which response belongs to which call.
     """
-    answered: dict[str, tuple[dict, str]] = {}
+    answered: dict[str, tuple[dict, str]] = {}  # call key → (call, response)
     for turn, made in zip(turns, calls):
         following = takewhile(lambda message: message["role"] == "tool", messages[turn + 1 :])
         texts = [_content(message) for message in following]
@@ -348,7 +352,7 @@ def _responses(
 
 
 def call_key(call: dict) -> str:
-    """Equal for calls of one function with the same arguments after `coerced`."""
+    """A text that is equal for calls of one function with the same arguments after `coerced`."""
     return json.dumps([call["name"], coerced(call["arguments"])], sort_keys=True)
 
 
@@ -377,11 +381,12 @@ def _role(message: Any) -> str:
 def _content(message: dict) -> str:
     content = message.get("content")
     if content is None or isinstance(content, str):
-        return content or ""
+        return content or ""  # None beside tool calls
     return json.dumps(content, ensure_ascii=False)
 
 
 def _list(value: Any, name: str) -> list:
+    # some lists are written as JSON text
     value = _json(value, name) if isinstance(value, str) else value
     if not isinstance(value, list):
         raise UnreadableRow(f"{name} are no list")

@@ -1,4 +1,4 @@
-"""Where ToolMind's rows are read from: a JSON Lines file, a folder of such files, or the hub."""
+"""ToolMind's rows, read from a JSON Lines file, a folder of such files, or the hub."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ FETCH = f'hf download {HUB} --repo-type dataset --include "{HUB_FILES}" --local-
 
 
 def toolmind_files(source: str | Path) -> list[Path]:
-    """The files of a source; those of a hub name are downloaded first.
+    """The files of a source. If it is the name of a data set on the hub, they are downloaded first.
 
     Raises FileNotFoundError with the command that helps.
     """
     path = Path(source)
+    # owner/name looks like a folder, too; a folder that exists comes first.
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) and path.suffix != ".jsonl"
     if on_hub and not path.exists():
         path = _downloaded(str(source))
+    # sorted: the same order on every machine
     files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise FileNotFoundError(
@@ -33,8 +35,9 @@ def toolmind_files(source: str | Path) -> list[Path]:
 
 
 def read_records(files: list[Path]) -> Iterator[dict]:
-    """All rows. Raises ValueError with file and line for anything else, such as a cut-off file."""
+    """All rows. Raises ValueError with file and line for a bad row, as a cut-off file has one."""
     for file in files:
+        # bytes: json.loads finds the encoding, and bad UTF-8 is a ValueError
         with file.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
                 try:
@@ -55,21 +58,23 @@ def read_records(files: list[Path]) -> Iterator[dict]:
 def load_questions(source: str | Path, split: str = "train") -> list[Question]:
     """The requests of a source's "train", "validation" or "test" split.
 
-    Raises ValueError where there are none.
+    Raises ValueError if there are none.
     """
     loaded = load_rows(read_records(toolmind_files(source)))
     rows = [row for row in loaded.rows if split_of_row(row) == split]
     if not rows:
-        skipped = loaded.skipped.most_common(3)
+        skipped = loaded.skipped.most_common(3)  # (reason, rows) pairs
         reasons = ", ".join(f"{reason}: {count}" for reason, count in skipped)
         raise ValueError(
             f"{source}: no request of the {split} split; {len(loaded.rows)} rows could be read"
             f" ({reasons or 'none was skipped'})"
         )
+    # the score asks for the world
     return [row.request.question(row.id, world="toolmind") for row in rows]
 
 
 def _downloaded(name: str) -> Path:
+    # Imported here, so that local files need no client of the hub.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 

@@ -1,8 +1,8 @@
 """What people may ask of the tool world: noun phrases for 81 of its functions, and their values.
 
-`the greatest common divisor of {a} and {b}` is a phrase. Questions put it into a sentence, join it
-with others, or put it in the place of an argument of another phrase. Values are drawn at random;
-the facts are whatever the functions return.
+`the greatest common divisor of {a} and {b}` is a phrase. A question puts a phrase into a sentence,
+joins it with others, or puts it in the place of an argument of another phrase. Values are drawn at
+random. The functions themselves give the right results; no result is stored.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from alar.domains.tool.execution import response_text
 from alar.domains.tool.functions import CALLABLE, PROVIDERS, TOOLS
 from alar.domains.tool.schema import Tool
 
-WORDS = (
+WORDS = (  # drawn as texts; all plain English
     "river stone garden window yellow planet market silver bridge pencil summer winter island"
     " castle forest mirror kitchen button candle dragon engine feather guitar hammer jacket ladder"
     " magnet needle orange pepper rabbit saddle ticket umbrella valley wagon basket carpet dinner"
     " finger golden harbor insect jungle kettle lemon monkey napkin ocean"
 ).split()
-ZONES = (
+ZONES = (  # names of the IANA time zone database
     "Asia/Tokyo",
     "Europe/Paris",
     "America/New_York",
@@ -42,33 +42,33 @@ ZONES = (
     "Asia/Dubai",
     "Pacific/Auckland",
 )
-# Share of made-up words: an argument or a result may be any string, so none is known by heart.
+# Share of made-up words. With them a text can be any string, so no model knows it by heart.
 MADE_UP_SHARE = 0.6
-LONGEST_RESULT = 24  # characters: final answers repeat it
+LONGEST_RESULT = 24  # characters; short, because the final answer repeats it
 
 
 @dataclass(frozen=True)
 class ArgumentSlot:
     """How the value of an argument is drawn.
 
-    `kind` says what may stand in its place: a computed "integer" between `low` and `high`, a
-    computed "date", or ("") nothing.
+    `kind` says what a question may write instead of the value: a computed "integer" between `low`
+    and `high`, a computed "date", or nothing ("").
     """
 
-    draw: Callable[[random.Random], Any]
+    draw: Callable[[random.Random], Any]  # a fresh value at each call
     kind: str = ""
-    low: int = 0
+    low: int = 0  # `low` and `high` bound an earlier result that takes this place
     high: int = 0
 
 
 @dataclass(frozen=True)
 class Phrase:
-    """One way to ask for one function; `fixed` arguments are said by the wording itself."""
+    """One way to ask for one function. The wording itself says the `fixed` arguments."""
 
     tool: Tool
-    wordings: tuple[str, ...]
-    slots: dict[str, ArgumentSlot]
-    fixed: dict[str, Any]
+    wordings: tuple[str, ...]  # templates with {parameter}; the first also fits inside a sentence
+    slots: dict[str, ArgumentSlot]  # parameter → how its value is drawn
+    fixed: dict[str, Any]  # parameter → value, such as {"descending": True}
 
 
 def _whole(low: int, high: int) -> ArgumentSlot:
@@ -88,14 +88,14 @@ def _list(low: int = 1, high: int = 99, sizes: tuple[int, int] = (3, 5)) -> Argu
 
 
 def _word(rng: random.Random) -> str:
-    """A word of the language, or a made-up one of two or three syllables."""
+    """An English word, or a made-up word of two or three syllables."""
     if rng.random() >= MADE_UP_SHARE:
         return rng.choice(WORDS)
     word = ""
     for _ in range(rng.randint(2, 3)):
         word += rng.choice("bdfgklmnprstvz")
         word += rng.choice("aeiou")
-        word += rng.choice(("", "", "n", "r", "l"))
+        word += rng.choice(("", "", "n", "r", "l"))  # two syllables in five stay open
     return word
 
 
@@ -113,19 +113,22 @@ def _character(rng: random.Random) -> str:
     Its Unicode name is short enough for a final answer to repeat it.
     """
     while True:
+        # Code points: Latin with marks, Greek, Cyrillic, arrows, mathematical operators.
         first, last = rng.choice(((192, 382), (913, 974), (1040, 1103), (8592, 8660), (8704, 8890)))
         character = chr(rng.randint(first, last))
-        if 0 < len(unicodedata.name(character, "")) <= LONGEST_RESULT:
+        if 0 < len(unicodedata.name(character, "")) <= LONGEST_RESULT:  # some points have no name
             return character
 
 
 def _address(rng: random.Random) -> str:
+    # 10.x and 192.168.x are private, 8.x and 54.x public: `is_private` has both answers.
     first = rng.choice((10, 192, 8, 172, 203, 54))
     second = 168 if first == 192 and rng.random() < 0.7 else rng.randint(0, 255)
     return f"{first}.{second}.{rng.randint(0, 255)}.{rng.randint(1, 254)}"
 
 
 def _network(rng: random.Random) -> str:
+    # 8 to 256 addresses
     return f"10.{rng.randint(0, 255)}.{rng.randint(0, 255)}.0/{rng.randint(24, 29)}"
 
 
@@ -135,7 +138,9 @@ def _clock(rng: random.Random) -> str:
 
 # Values that several phrases draw.
 DAY = ArgumentSlot(
-    lambda rng: (date(1950, 1, 1) + timedelta(rng.randrange(36524))).isoformat(), "date"
+    # 1950-01-01 to 2049-12-30
+    lambda rng: (date(1950, 1, 1) + timedelta(rng.randrange(36524))).isoformat(),
+    "date",
 )
 CLOCK = ArgumentSlot(_clock)
 ZONE = _one_of(*ZONES)
@@ -144,7 +149,7 @@ NETWORK = ArgumentSlot(_network)
 WORD = _text(1, 1)
 TEXT = _text(1, 2)
 LETTER = _one_of(*"aeinorst")
-DIGITS = ArgumentSlot(lambda rng: str(rng.randint(1, 9999)))
+DIGITS = ArgumentSlot(lambda rng: str(rng.randint(1, 9999)))  # text, for `pad_zeros`
 YEAR = _whole(1900, 2099)
 MONTH = _whole(1, 12)
 BYTE = _whole(0, 255)
@@ -156,14 +161,17 @@ PATH = ArgumentSlot(_path)
 def _phrase(
     name: str, wordings: str, *, fixed: dict | None = None, **slots: ArgumentSlot
 ) -> Phrase:
+    # `wordings` are separated by "|".
     return Phrase(TOOLS[name], tuple(wordings.split("|")), slots, fixed or {})
 
 
 def _fraction(rng: random.Random) -> str:
+    # A proper fraction, such as 3/8.
     bottom = rng.randint(2, 12)
     return f"{rng.randint(1, bottom - 1)}/{bottom}"
 
 
+# 85 phrases for 81 of the 83 functions: a function with an optional argument may have two.
 PHRASES = (
     _phrase(
         "gcd",
@@ -177,6 +185,7 @@ PHRASES = (
         a=_whole(2, 90),
         b=_whole(2, 90),
     ),
+    # 18! has 16 digits
     _phrase("factorial", "the factorial of {n}|{n} factorial", n=_whole(3, 18)),
     _phrase(
         "comb",
@@ -209,6 +218,7 @@ PHRASES = (
         x=_whole(2, 999),
         base=_whole(2, 9),
     ),
+    # leaves out `base`, which defaults to 10
     _phrase("log", "the decimal logarithm of {x}", x=_whole(2, 999)),
     _phrase(
         "radians",
@@ -221,9 +231,9 @@ PHRASES = (
         "round_to",
         "{x} rounded to {digits} digit|the number {x} with {digits} digit",
         x=_decimal(1, 99),
-        digits=_one_of(1),
+        digits=_one_of(1),  # the wording has the singular
     ),
-    _phrase("round_to", "{x} rounded to an integer", x=_decimal(1, 99)),
+    _phrase("round_to", "{x} rounded to an integer", x=_decimal(1, 99)),  # leaves out `digits`
     _phrase(
         "pow_mod",
         "{base} to the power {exponent} modulo {m}|the rest of {base} to the power {exponent} after"
@@ -249,7 +259,7 @@ PHRASES = (
     _phrase(
         "mode",
         "the most frequent value of {values}|the mode of {values}",
-        values=_list(1, 4, (5, 6)),
+        values=_list(1, 4, (5, 6)),  # few values in a longer list, so that one repeats
     ),
     _phrase(
         "variance",
@@ -300,6 +310,7 @@ PHRASES = (
         "from_base",
         "the number with digits {digits} in base {base}|the value of {digits} in base {base}",
         digits=ArgumentSlot(
+            # valid in every base
             lambda rng: "".join(rng.choice("01") for _ in range(rng.randint(4, 7)))
         ),
         base=_one_of(2, 3, 5, 7, 8),
@@ -318,7 +329,7 @@ PHRASES = (
         "leap_days",
         "the number of leap years from {start} to {end}|how many leap years lie from {start} to"
         " {end}",
-        start=_whole(1800, 1949),
+        start=_whole(1800, 1949),  # the ranges keep start before end
         end=_whole(1950, 2099),
     ),
     _phrase(
@@ -351,7 +362,7 @@ PHRASES = (
     _phrase(
         "from_timestamp",
         "the date of Unix time {seconds}|the day when Unix time was {seconds}",
-        seconds=ArgumentSlot(lambda rng: rng.randrange(10**9)),
+        seconds=ArgumentSlot(lambda rng: rng.randrange(10**9)),  # up to 2001-09-09
     ),
     _phrase(
         "duration",
@@ -397,7 +408,7 @@ PHRASES = (
     _phrase(
         "int_to_ip",
         "the address with the number {n}|the number {n} as an address",
-        n=ArgumentSlot(lambda rng: rng.randrange(2**24, 2**32)),
+        n=ArgumentSlot(lambda rng: rng.randrange(2**24, 2**32)),  # from 1.0.0.0 on
     ),
     _phrase(
         "network_size",
@@ -481,6 +492,7 @@ PHRASES = (
         "is_keyword",
         "whether '{word}' is a Python keyword|if Python reserves '{word}'",
         word=ArgumentSlot(
+            # both answers occur
             lambda rng: rng.choice(keyword.kwlist) if rng.random() < 0.5 else _word(rng)
         ),
     ),
@@ -535,32 +547,42 @@ def said(value: Any) -> str:
 def noted(value: Any) -> str:
     """A value in a chain of thought.
 
-    Text stands in quotes, as in a call: it is made of the same tokens there, and easy to copy.
+    A text stands in quotes, as it does in a call. Both then have the same tokens, and copying is
+    easy.
     """
     text = said(value)
+    # Numbers, dates, times, addresses and lists of them go without quotes.
     if isinstance(value, list) or re.fullmatch(r"[-+\d.:/,\[\] ]+", text):
         return text
     return f'"{text}"'
 
 
 def result_of(tool: Tool, arguments: dict) -> str | None:
-    """What the model will observe; None if the call is refused or fails, or the result is long."""
+    """What the model will observe.
+
+    None if the call is refused or fails, or if the result is empty, too long or padded with blanks.
+    """
     if tool.problem(arguments):
         return None
     try:
         result = response_text(tool.run(**arguments))
     except (ValueError, ArithmeticError, LookupError):
         return None
+    # The parser strips a final answer, so blanks around a result would be lost.
     return result if 0 < len(result) <= LONGEST_RESULT and result == result.strip() else None
 
 
 def offer(rng: random.Random) -> dict[str, Tool]:
-    """Own name → function under the name that a provider, drawn for this request, gives it."""
-    return {name: CALLABLE[f"{name}_{rng.choice(PROVIDERS)}"] for name in TOOLS}
+    """Own name of each function → the function under a provider's name, drawn for this request."""
+    return {name: CALLABLE[f"{name}_{rng.choice(PROVIDERS)}"] for name in TOOLS}  # "gcd" → gcd_oak
 
 
 def split_of_call(tool: Tool, arguments: dict) -> str:
-    """The split of a function with these arguments: "train", "validation" or "test"."""
+    """The split of a function with these arguments: "train", "validation" or "test".
+
+    A hash decides: 20 % of all calls are for the test, 10 % for validation, the rest for training.
+    """
+    # CRC-32 and not `hash`, which differs from process to process.
     bucket = zlib.crc32(f"{tool.name} {json.dumps(arguments, sort_keys=True)}".encode()) % 10
     if bucket < 2:
         return "test"
@@ -572,10 +594,10 @@ def accepted(tool: Tool, arguments: dict) -> dict:
 
     "" among them means that the parameter may be left out.
     """
-    values = {}
+    values = {}  # parameter → accepted values
     for name, parameter in tool.parameters.items():
         if name not in arguments:
-            values[name] = ["", parameter.default]
+            values[name] = ["", parameter.default]  # either left out or given as its default
         elif arguments[name] == parameter.default:
             values[name] = [arguments[name], ""]
         else:
