@@ -82,7 +82,7 @@ def pieces(
         waiting += _bytes(trajectory.ids[index], codec)
         last = index + 1 == end or trajectory.origins[index + 1] != origin
         if last or _whole(waiting):
-            # A character cut by the end of its origin cannot be whole: it is shown as �.
+            # A character that the end of its origin or span cuts can only be shown as �.
             text = waiting.decode("utf-8", errors="replace")
             found.append(Piece(begun, index + 1, Origin(origin), text))
             waiting, begun = b"", index + 1
@@ -97,7 +97,7 @@ def stretches(trajectory: Trajectory) -> list[Stretch]:
         found.append(Stretch(turn.start, turn.end, turn.mode, number))
         here, between = turn.end, "observation"
     found.append(Stretch(here, len(trajectory.ids), between))
-    return [stretch for stretch in found if len(stretch)]  # the last turn has no observation
+    return [stretch for stretch in found if len(stretch)]  # nothing may stand behind the last turn
 
 
 def turn_action(turn: TurnRecord) -> str:
