@@ -184,8 +184,8 @@ def intervention_panel(
     """Replace z in one latent turn, and read the action that the policy then writes, beside the
     random control.
 
-    The lab keeps the tokens before the block from click to click, so a click computes only z,
-    `</latent>` and the action.
+    Keys and values of the tokens before the block stay from click to click, so a click computes
+    only z, `</latent>` and the action.
     """
 
     def steps_of(turn: int) -> list[tuple[str, int]]:
