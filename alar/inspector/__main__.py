@@ -4,8 +4,8 @@ Jupyter.
     python -m alar.inspector runs/laptop/search -o report.html
     python -m alar.inspector --checkpoint FOLDER --trajectories FILE.jsonl -o report.html
 
-RUN is a run folder in which notebook 08 has been run. Its trajectories are read with the checkpoint
-that wrote them: the one that notebook 08 was given, else the last one that the run trained.
+RUN is a run folder in which notebook 08 has been run. The checkpoint that wrote the trajectories
+reads them: the one that notebook 08 was given, else the last one that the run trained.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 
 STAGE = "08_latent_inspector"
-CHECKPOINTS = ("05_ar_grpo", "04_mode_warmup", "03_aasd")
+CHECKPOINTS = ("05_ar_grpo", "04_mode_warmup", "03_aasd")  # stages that train, the last one first
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--count", type=int, default=50, help="trajectories to show (default: 50)")
     options = parser.parse_args(argv)
     try:
+        # Without a run folder there is nothing to take either default from.
         if options.run is None and not (options.checkpoint and options.trajectories):
             raise ValueError("name a run folder, or both --checkpoint and --trajectories")
         trajectories = options.trajectories or options.run / STAGE / "trajectories.jsonl"
@@ -48,7 +49,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report_of_run(checkpoint: Path, trajectories: Path, output: Path, count: int) -> Path:
-    """Read `count` trajectories with the model that wrote them, and write their report."""
+    """Read the first `count` trajectories with the model that wrote them, and write their report.
+
+    Returns the path of the report.
+    """
     from alar.inspector import inspect
     from alar.inspector.report import write_report
     from alar.model import load
@@ -58,11 +62,12 @@ def report_of_run(checkpoint: Path, trajectories: Path, output: Path, count: int
 
     model, tokenizer = load(checkpoint)
     codec, shown = Codec.of(model, tokenizer), read_trajectories(trajectories)[:count]
-    readings = {
+    readings = {  # index into `shown` → LatentReadings
         index: inspect(trajectory, model, codec)
         for index, trajectory in enumerate(shown)
-        if len(trajectory.latents)
+        if len(trajectory.latents)  # `inspect` refuses a trajectory without latent blocks
     }
+    # A stage keeps its model in <stage>/checkpoint, so there the parent has the telling name.
     name = checkpoint.parent.name if checkpoint.name == "checkpoint" else checkpoint.name
     chances = latent_probabilities(model, codec, shown)
     return write_report(
@@ -71,12 +76,15 @@ def report_of_run(checkpoint: Path, trajectories: Path, output: Path, count: int
 
 
 def _checkpoint(run: Path) -> Path:
-    """What notebook 08 was given, else the last checkpoint of the run."""
+    """The checkpoint that notebook 08 was given, else the last one of the run.
+
+    FileNotFoundError if there is none.
+    """
     tried = [run / stage / "checkpoint" for stage in CHECKPOINTS]
     asked = run / "executed" / f"{STAGE}.params.yaml"
     if asked.exists():
         given = yaml.safe_load(asked.read_text(encoding="utf-8"))["checkpoint"]
-        tried = [Path(given)] if given else tried
+        tried = [Path(given)] if given else tried  # empty: the notebook took the default as well
     for folder in tried:
         if folder.exists():
             return folder

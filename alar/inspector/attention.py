@@ -1,8 +1,8 @@
 """Attention weights of a few queries, taken during an ordinary forward pass.
 
-All weights of T tokens would be layers × heads × T × T numbers; the inspector needs only the rows
-of latent positions and of actions. `watched_attention` attends as usual and stores the softmax
-weights of those rows, averaged over the heads. They equal those that
+All weights of T tokens would be layers × heads × T × T numbers. The inspector needs only the rows
+of latent positions and of actions, so `watched_attention` attends as usual and stores the softmax
+weights of those rows, averaged over the heads. They equal the weights that
 `attn_implementation="eager"` reports.
 """
 
@@ -20,7 +20,7 @@ WATCHED = "watched"
 
 
 class Watch:
-    """Weights of `queries`, positions of one sequence, as mean over the heads."""
+    """Collects the attention weights of `queries` (positions in one sequence), mean over heads."""
 
     def __init__(self, queries: list[int], layers: int):
         self.queries = torch.tensor(queries, dtype=torch.long)
@@ -39,7 +39,7 @@ class Watch:
         keys = key[0].float().repeat_interleave(groups, dim=0)  # (heads, T, D)
         scores = chosen @ keys.transpose(1, 2) * scale  # (heads, queries, T)
         future = torch.arange(key.shape[2], device=query.device) > places[:, None]
-        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1)  # (heads, queries, T)
         self.layers[layer] = weights.mean(0).cpu()
 
     def weights(self) -> Float[Tensor, "queries layers T"]:
@@ -49,8 +49,11 @@ class Watch:
 def watched_attention(
     module, query, key, value, attention_mask, dropout=0.0, scaling=None, *, watch: Watch, **kwargs
 ):
-    """The function registered with transformers, for one causal sequence without padding:
-    (1, heads, T, D) → (1, T, heads, D)."""
+    """The attention function that transformers calls: (1, heads, T, D) → (1, T, heads, D).
+
+    It serves one causal sequence without padding.
+    """
+    # The fused kernel returns no weights, so those of a few rows are computed a second time.
     watch.take(module.layer_idx, query, key, scaling)
     return grouped_sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 

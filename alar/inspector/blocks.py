@@ -1,10 +1,10 @@
-"""Where the latent blocks of a trajectory stand, and which segment of the conversation every token
+"""Where the latent blocks of a trajectory stand, and which segment of the conversation each token
 belongs to.
 
     … prompt … <latent> z₁ … z_K </latent> action </information> …
                         ^start    ^stop     ^action            (positions in `trajectory.ids`)
 
-Pure index arithmetic on ids and origins.
+All of this is index arithmetic on ids and origins; no model is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from alar.rollout.codec import Codec
 class Block:
     """The first latent block of a turn (from 0): positions [start, stop) hold z.
 
-    [action, end) is what the policy wrote behind `</latent>`. `row` is the row of the first z in
+    [action, end) is what the policy wrote behind `</latent>`. The block's first z is row `row` of
     the trajectory's `latents`.
     """
 
@@ -44,7 +44,10 @@ class Block:
 
 def check_trajectory(trajectory: Trajectory, config) -> None:
     """ValueError if there is nothing to inspect, if this model cannot have written the latents, or
-    if the trajectory contradicts itself."""
+    if the trajectory contradicts itself.
+
+    `config` is that of the model.
+    """
 
     def refuse(problem: str):
         raise ValueError(f"{trajectory.question.id}: {problem}")
@@ -58,7 +61,7 @@ def check_trajectory(trajectory: Trajectory, config) -> None:
     marked = trajectory.ids[trajectory.origins.index(Origin.LATENT)]
     if marked != reserved:
         refuse(f"latent positions hold id {marked}, not {reserved}: another model wrote it")
-    width = np.asarray(trajectory.latents).shape[1]
+    width = np.asarray(trajectory.latents).shape[1]  # of (N, H)
     if width != config.hidden_size:
         refuse(f"z has width {width}, not {config.hidden_size}: another model wrote it")
     if not np.isfinite(trajectory.latents).all():
@@ -75,15 +78,19 @@ def latent_blocks(trajectory: Trajectory, codec: Codec) -> list[Block]:
         start = stop = turn.start + origins.index(Origin.LATENT)
         while stop < turn.end and trajectory.origins[stop] == Origin.LATENT:
             stop += 1
+        # A turn cut within `</latent>` has no action: then action = end.
         action = min(stop + len(codec.latent_close), turn.end)
-        row = trajectory.count(Origin.LATENT, span=(0, start))
+        row = trajectory.count(Origin.LATENT, span=(0, start))  # `latents` has no row for text
         blocks.append(Block(number, start, stop, action, turn.end, row))
     return blocks
 
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """A latent turn with an action: where an intervention takes place, or the donor of one."""
+    """A latent turn with an action: an intervention takes place in it, or borrows its z (a donor).
+
+    Sites compare by identity, so they can be keys of a dict.
+    """
 
     trajectory: Trajectory
     block: Block
@@ -94,12 +101,12 @@ class Site:
 
     @property
     def earlier_z(self) -> list[np.ndarray]:
-        """z (H,) of every position in the blocks before this one."""
+        """z (H,) of every latent position before this block."""
         return list(np.asarray(self.trajectory.latents[: self.block.row], dtype=np.float32))
 
     @property
     def prefix(self) -> list[int]:
-        """The ids up to the last piece of `<latent>`."""
+        """The ids up to and including the last piece of `<latent>`."""
         return self.trajectory.ids[: self.block.start]
 
     @property
@@ -108,9 +115,10 @@ class Site:
 
 
 def sites(trajectories: Sequence[Trajectory], model_config, codec: Codec) -> list[Site]:
-    """Every latent turn with an action and no second block, whose z would be part of the action.
+    """Every latent turn that has an action and only one block.
 
-    ValueError if there is none, or if another model wrote the latents.
+    The z of a second block would be part of the action, which is scored as text. ValueError if
+    there is no such turn, or if another model wrote the latents.
     """
     found = []
     for trajectory in trajectories:
@@ -129,7 +137,7 @@ def sites(trajectories: Sequence[Trajectory], model_config, codec: Codec) -> lis
 
 
 def segments(trajectory: Trajectory) -> tuple[list[str], Int[np.ndarray, " T"]]:
-    """Names of the segments in reading order, and every token's index into them.
+    """Names of the segments in reading order, and for every token the index of its segment.
 
     "prompt", then for each turn t (from 1): "turn t" (its text and tags), "latent t" (its z) and
     "observation t" (what came back).
@@ -145,6 +153,7 @@ def segments(trajectory: Trajectory) -> tuple[list[str], Int[np.ndarray, " T"]]:
     ends = [turn.start for turn in trajectory.turns[1:]] + [len(trajectory.ids)]
     for number, (turn, end) in enumerate(zip(trajectory.turns, ends), start=1):
         mark(f"turn {number}", slice(turn.start, turn.end))
+        # Marked after the turn, so that z leaves the turn's segment for one of its own.
         thoughts = turn.start + np.flatnonzero(latent[turn.start : turn.end])
         if len(thoughts):
             mark(f"latent {number}", thoughts)
@@ -159,7 +168,7 @@ def latent_steps(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray, np.nda
     ValueError for a position outside all turns.
     """
     places = np.flatnonzero(np.equal(trajectory.origins, Origin.LATENT))
-    turn_of = np.full(len(trajectory.ids), -1)
+    turn_of = np.full(len(trajectory.ids), -1)  # (T,), −1 outside turns
     for number, turn in enumerate(trajectory.turns):
         turn_of[turn.start : turn.end] = number
     turns = turn_of[places]
@@ -168,6 +177,7 @@ def latent_steps(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray, np.nda
             f"{trajectory.question.id}: position {places[turns < 0][0]} belongs to no turn;"
             " the list of turns is incomplete"
         )
-    count = np.arange(len(places))
+    count = np.arange(len(places))  # (N,)
     begins = np.diff(places, prepend=-2) > 1  # a gap before it: the first position of a block
+    # k is the distance to the latest beginning of a block, which the running maximum carries on.
     return places, turns, count - np.maximum.accumulate(np.where(begins, count, 0))

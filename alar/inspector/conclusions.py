@@ -1,7 +1,7 @@
 """What the tables say, in words that follow from the numbers by stated rules.
 
-An effect counts as *shown* by `RULE` and not otherwise; a missing effect is worded as not shown,
-never as absent. "Most" means more than half.
+An effect counts as *shown* only if `RULE` says so. The words for any other effect are "not shown",
+never "absent". "Most" means more than half.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ RULE = (
 
 
 def say_interventions(summary: pd.DataFrame) -> list[str]:
-    """Sentences about whole blocks, from `alar.inspector.effects.mean_effects`: use, identity,
-    content, order, cost."""
+    """Sentences about interventions on whole blocks: use, identity, content, order, cost.
+
+    `summary` comes from `alar.inspector.effects.mean_effects`.
+    """
     found = [_use(summary), _which(summary), _content(summary), _order(summary), _cost(summary)]
-    return [sentence for sentence in found if sentence]
+    return [sentence for sentence in found if sentence]  # "": that kind was not measured
 
 
 def say_causal_map(table: pd.DataFrame) -> str:
-    """Which single steps matter, from `alar.inspector.effects.step_effects`."""
+    """Which single steps matter. `table` comes from `alar.inspector.effects.step_effects`."""
     shown = table[_above(table, LEAST_KL)]
     if shown.empty:
         return "No single latent step changes the action more than its random control does."
@@ -40,12 +42,14 @@ def say_causal_map(table: pd.DataFrame) -> str:
 
 
 def say_kinds(summary: pd.DataFrame) -> list[str]:
-    """Whether the kind of the action follows z, from a summary of patches whose donors acted
-    differently."""
+    """Whether the kind of the action (search, call, answer) follows z.
+
+    `summary` is of patches whose donors acted differently.
+    """
     rows = _whole(summary, "to_donor_kind")
     if rows.empty:
         return []
-    row = rows.iloc[0]
+    row = rows.iloc[0]  # patches are the only intervention of such a summary
     moved = (
         "With the z of a turn that searched or called where this one answers, or the reverse, the"
         f" policy does as the donor did in {_percent(row)} of the turns"
@@ -57,17 +61,20 @@ def say_kinds(summary: pd.DataFrame) -> list[str]:
 
 
 def say_probes(table: pd.DataFrame) -> list[str]:
-    """What z holds beyond the words of the question, from `alar.inspector.probes.probe_table`: one
-    sentence per target."""
+    """What z holds beyond the words of the question: one sentence per target.
+
+    `table` comes from `alar.inspector.probes.probe_table`.
+    """
     said = []
     for target, rows in table.groupby("target", sort=False):
-        best = rows.loc[rows["difference"].idxmax()]
+        best = rows.loc[rows["difference"].idxmax()]  # the turn and k where z beats the words most
         scores = (
             f"{_percent(best, 'accuracy')} from z at its best place, turn {int(best['turn'])},"
             f" k = {int(best['k'])}; {100 * best['embedding']:.0f} % from the question's words,"
             f" {100 * best['shuffled']:.0f} % with shuffled labels"
         )
         found = "that z holds more of it than the words of the question is not shown"
+        # Words of the question are one rival, chance is the other; z must beat both.
         if _above(rows)[best.name] and best["accuracy_low"] > best["shuffled_high"]:
             found = "a linear probe reads it in z better than in the words of the question"
         said.append(f"{TARGET_NAMES.get(target, target)}: {found} ({scores}).")
@@ -76,7 +83,7 @@ def say_probes(table: pd.DataFrame) -> list[str]:
 
 def _use(summary: pd.DataFrame) -> str:
     rows = _whole(summary, "kl")
-    rows = rows[rows["intervention"] != "shuffle"]
+    rows = rows[rows["intervention"] != "shuffle"]  # it keeps every z: `_order` speaks of it
     if rows.empty:
         return ""
     shown = rows[_above(rows, LEAST_KL)]
@@ -97,7 +104,7 @@ def _use(summary: pd.DataFrame) -> str:
 
 
 def _which(summary: pd.DataFrame) -> str:
-    """Whether it matters which thought it is, or only that there is one."""
+    """Whether it matters which thought it is, or only that there is a thought."""
     patched, rows = _whole(summary, "kl", "patch"), _whole(summary, "kl")
     if patched.empty:
         return ""
@@ -107,6 +114,7 @@ def _which(summary: pd.DataFrame) -> str:
             "It matters which thought it is: another question's z changes the distribution of the"
             f" action ({values})."
         )
+    # The others leave no thought of any question in the block: zeros, a mean, noise, nothing.
     others = rows[~rows["intervention"].isin(("patch", "shuffle"))]
     if _above(others, LEAST_KL).any():
         return (
@@ -148,6 +156,7 @@ def _cost(summary: pd.DataFrame) -> str:
     rows = _whole(summary, "correct")
     if rows.empty:
         return ""
+    # `_above` turned round: here the harm is a difference below 0.
     shown = rows[(rows["difference_high"] < 0) & (rows["questions"] >= ENOUGH)]
     if shown.empty:
         return "No replacement lowers the share of correct answers below its random control's."
@@ -159,24 +168,25 @@ def _cost(summary: pd.DataFrame) -> str:
 
 
 def _above(rows: pd.DataFrame, least: float = 0.0) -> pd.Series:
-    """Where a difference counts as shown."""
+    """Which rows have a difference that counts as shown, by `RULE`."""
     clear = (rows["difference_low"] > 0) & (rows["difference"] >= least)
     return clear & (rows["questions"] >= ENOUGH)
 
 
 def _whole(summary: pd.DataFrame, measure: str, kind: str = "") -> pd.DataFrame:
     """The rows of one measure where the whole block was replaced, by `kind` if one is named."""
-    rows = summary[(summary["k"] == 0) & (summary["measure"] == measure)]
+    rows = summary[(summary["k"] == 0) & (summary["measure"] == measure)]  # k = 0: whole block
     return rows[rows["intervention"] == kind] if kind else rows
 
 
 def _interval(row: pd.Series, name: str) -> list[float]:
+    # The interval of "mean" stands in plain `low` and `high` (see `mean_effects`).
     ends = ("low", "high") if name == "mean" else (f"{name}_low", f"{name}_high")
     return [row[column] for column in (name, *ends)]
 
 
 def _percent(row: pd.Series, name: str = "mean") -> str:
-    value, low, high = (100 * number for number in _interval(row, name))
+    value, low, high = (100 * number for number in _interval(row, name))  # share → percent
     return f"{value:.0f} [{low:.0f}, {high:.0f}] %"
 
 

@@ -1,9 +1,10 @@
 """Interventions on many turns at once, and tables of what they do, with intervals.
 
-`measure_effects` gives one row per turn and intervention, beside its control; `mean_effects` the
-means with bootstrap intervals that resample questions; `step_effects` the same per turn and step.
-With an environment, every changed turn's episode goes on to its answer in the ordinary agent loop
-(`alar.rollout.loop`), which shows what the intervention costs in accuracy.
+`measure_effects` gives one row per turn and intervention, with its control in the same row.
+`mean_effects` gives the means with bootstrap intervals that resample questions, and `step_effects`
+the same per turn and step. With an environment, the episode of every changed turn goes on to its
+answer in the ordinary agent loop (`alar.rollout.loop`), which shows what the intervention costs in
+accuracy.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ INTACT = Intervention("none")
 def list_interventions(
     num_latent: int, kinds: Sequence[str] = KINDS, *, per_step: bool = False
 ) -> list[Intervention]:
-    """Interventions of these kinds on the whole block, or on each of its K steps; a block of one
-    step has no other order."""
+    """Interventions of these kinds on the whole block, or on each of its K = `num_latent` steps.
+
+    A block of one step gets no "shuffle", since it has no other order.
+    """
     steps = range(num_latent) if per_step else (None,)
     kinds = [kind for kind in kinds if kind != "shuffle" or num_latent > 1]
     return [Intervention(kind, step) for kind in kinds for step in steps]
@@ -40,10 +43,10 @@ def list_interventions(
 def donors(
     sites: Sequence[Site], *, seed: int = 0, same_turn: bool = True, same_type: bool = True
 ) -> list[Site | None]:
-    """A donor for every site, drawn at random: another question's block of equal length with
-    another recorded action; None where there is no such turn.
+    """A donor for every site, drawn at random; None where no turn will do.
 
-    `same_turn` and `same_type` (of question) say whether the donor shares these or differs in them.
+    A donor is another question's block of equal length with another recorded action. `same_turn`
+    and `same_type` say whether it shares the turn number and the question type, or differs in them.
     If it shares both, the two actions differ in content only; otherwise in form too.
     """
     rng = random.Random(f"donors {seed}")
@@ -59,10 +62,10 @@ def _fits(site: Site, other: Site, same_turn: bool, same_type: bool) -> bool:
     question, asked = site.trajectory.question, other.trajectory.question
     return (
         asked.id != question.id
-        and len(other.block) == len(site.block)
+        and len(other.block) == len(site.block)  # z′ must have the shape of z
         and (other.block.turn == site.block.turn) == same_turn
         and (asked.type == question.type) == same_type
-        and other.action_ids != site.action_ids
+        and other.action_ids != site.action_ids  # else "to_donor" could not be seen
     )
 
 
@@ -81,9 +84,9 @@ def measure_effects(
 ) -> pd.DataFrame:
     """One row per site and intervention: the measures, and `control_…` for its random control.
 
-    A site without donor is left out of "patch". With `environment` the episodes go on, in turns of
-    at most `max_new_tokens` tokens and in `modes`, which should be those of the trajectories; then
-    `correct`, `control_correct` and `reference_correct` say whether the answer is right. `chunk`
+    A site without donor is left out of "patch". With `environment` the episodes go on, and
+    `correct`, `control_correct` and `reference_correct` say whether the answer is right. Their
+    turns have at most `max_new_tokens` tokens; `modes` should be those of the trajectories. `chunk`
     sites are computed together, and `progress` wraps the iteration over the chunks.
     """
     rows, pairs = [], list(zip(sites, donors, strict=True))
@@ -94,7 +97,7 @@ def measure_effects(
             for change in interventions:
                 if change.kind != "patch" or donor is not None:
                     cases += [(site, change, donor), (site, replace(change, control=True), donor)]
-        effects = lab.effects(cases)
+        effects = lab.effects(cases)  # one per case, in order
         right = [None] * len(effects)
         if environment is not None:
             right = _continued(lab, effects, environment, modes, max_turns, max_new_tokens)
@@ -113,7 +116,7 @@ def _row(effect: Effect, control: Effect, correct: bool | None, control_correct:
         "question_id": question.id,
         "question_type": question.type,
         "turn": turn + 1,
-        "hard": turn in question.hard_turns,
+        "hard": turn in question.hard_turns,  # both from 0
         "forced": bool(effect.site.trajectory.turns[turn].forced_mode),
         "intervention": change.kind,
         "k": 0 if change.step is None else change.step + 1,  # 0: the whole block
@@ -133,6 +136,7 @@ def _numbers(effect: Effect, correct: bool | None) -> dict:
     numbers = {
         "changed": float(effect.changed),
         "kl": effect.kl,
+        # NaN, not 0, without a donor: `mean_effects` leaves such turns out.
         "to_donor": float(effect.to_donor) if effect.donor_action else float("nan"),
         "to_donor_kind": effect.to_donor_kind,
         "donor_gain": effect.donor_gain,
@@ -148,8 +152,8 @@ def mean_effects(
     resamples: int = 10_000,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Means over questions (each the mean of its turns) with 95 % intervals: one row per group and
-    measure.
+    """Means with 95 % intervals: one row per group and measure. A question counts as the mean of
+    its turns.
 
     Columns: those of `by`, measure, questions, turns; mean, low, high; control, control_low,
     control_high; difference (own − control, paired by question), difference_low, difference_high.
@@ -159,7 +163,7 @@ def mean_effects(
         for name in MEASURES:
             if name not in part:
                 continue
-            used = part.dropna(subset=[name, f"control_{name}"])
+            used = part.dropna(subset=[name, f"control_{name}"])  # both, so that they stay paired
             if used.empty:
                 continue
             # Turns of one question are not independent, so a question counts once.
@@ -177,8 +181,10 @@ def mean_effects(
 def step_effects(
     effects: pd.DataFrame, intervention: str = "patch", measure: str = "kl", **options
 ) -> pd.DataFrame:
-    """`mean_effects` by turn and k, of one intervention and measure where single steps were
-    replaced; ValueError for effects without single steps."""
+    """`mean_effects` by turn and k, of one intervention and measure on single steps.
+
+    ValueError for effects without single steps.
+    """
     chosen = effects[(effects["intervention"] == intervention) & (effects["k"] > 0)]
     if chosen.empty:
         raise ValueError(
@@ -190,13 +196,15 @@ def step_effects(
 
 
 class Replay(Engine):
-    """An engine that first gives the turns of a script (one for each session), then lets the real
-    one write: a changed episode goes on."""
+    """An engine that first gives the turns of a script, then lets the real engine write.
+
+    So a changed episode goes on. There is one script per session; session i has `scripts[i]`.
+    """
 
     def __init__(self, engine: Engine, scripts: Sequence[Sequence[TurnOutput]]):
         self.engine, self.codec = engine, engine.codec
         self.scripts = [deque(script) for script in scripts]
-        self.ready: list = []  # turns of a script that the next step reports
+        self.ready: list = []  # (request, output) of scripted turns that the next step reports
 
     def submit(self, requests, sampling) -> None:
         writing = []
@@ -209,6 +217,7 @@ class Replay(Engine):
         self.engine.submit(writing, sampling)
 
     def step(self):
+        # Scripted turns cost nothing, so they are reported before the real engine works.
         ended, self.ready = self.ready, []
         return ended or (self.engine.step() if self.engine.busy else [])
 
@@ -231,13 +240,13 @@ def _continued(
     """Whether the answer is correct when each episode goes on from its rewritten turn."""
     replay = Replay(lab.engine, [_script(lab, effect) for effect in effects])
     questions = [effect.site.trajectory.question for effect in effects]
-    sampling = Sampling(max_new_tokens, 0.0, stop=environment.stop)
+    sampling = Sampling(max_new_tokens, 0.0, stop=environment.stop)  # greedy, as the action was
     ended = run(questions, replay, environment, sampling, modes=modes, max_turns=max_turns)
     return [trajectory.correct for trajectory in ended]
 
 
 def _script(lab: InterventionLab, effect: Effect) -> list[TurnOutput]:
-    """The recorded turns before the site, then the site's own with the z that were fed."""
+    """The recorded turns before the site, then the site's own turn with the z that were fed."""
     trajectory, block = effect.site.trajectory, effect.site.block
     ids, origins = trajectory.ids, trajectory.origins
     script, thoughts = [], iter(np.asarray(trajectory.latents))  # z in the order of the turns
@@ -245,7 +254,7 @@ def _script(lab: InterventionLab, effect: Effect) -> list[TurnOutput]:
         marks = origins[turn.start : turn.end]
         z = [next(thoughts) for _ in range(marks.count(Origin.LATENT))]
         script.append(_output(ids[turn.start : turn.end], marks, z))
-    head = slice(trajectory.turns[block.turn].start, block.start)
+    head = slice(trajectory.turns[block.turn].start, block.start)  # up to `<latent>`
     close, steps = lab.codec.latent_close, len(effect.z)  # K′: "drop" takes positions out
     written = [*ids[head], *[lab.codec.latent_token_id] * steps, *close, *effect.output.ids]
     marks = origins[head] + [int(Origin.LATENT)] * steps + [int(Origin.FORCED)] * len(close)
@@ -254,4 +263,5 @@ def _script(lab: InterventionLab, effect: Effect) -> list[TurnOutput]:
 
 
 def _output(ids: list[int], origins: list[int], latents: list[np.ndarray]) -> TurnOutput:
+    # Nothing reads log-probs in a replay, and the recorded ones do not fit the new z.
     return TurnOutput(ids, origins, [float("nan")] * len(ids), latents)

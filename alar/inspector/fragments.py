@@ -1,7 +1,7 @@
 """Pieces of HTML that show a trajectory: legend, time line, tokens coloured by origin, turns.
 
-Widgets and the report are made of the same pieces. Text from a question, a passage or a model is
-escaped here, and nothing refers to the network, so a fragment is safe wherever it is put.
+Widgets and the report are made of these pieces. Text from a question, a passage or a model is
+escaped here, and nothing refers to the network, so a fragment is safe on any page.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from alar.inspector.tokens import (
 from alar.records import Trajectory
 from alar.rollout.codec import Codec
 
+# Every rule begins with .alar, so it leaves the rest of a notebook page alone.
 STYLE = """\
 .alar{font:14px/1.5 system-ui,sans-serif;color:#1a1a1a}
 .alar .line{display:flex;height:22px;border-radius:3px;overflow:hidden;font-size:11px}
@@ -38,14 +39,14 @@ border-bottom:1px solid #eee;overflow-wrap:anywhere}
 .alar .yes{color:#00674b}
 .alar .no{color:#a03c00}
 .alar small{color:#666}
-""" + "".join(
+""" + "".join(  # one class per origin: o0 for PROMPT, o1 for SAMPLED, …
     f".alar .o{int(origin)}{{background:{back};color:{ink}}}\n"
     for origin, (back, ink) in ORIGIN_COLOURS.items()
 )
 
 
 def boxed(*parts: str) -> str:
-    """Fragments under the shared style, for a widget; a page states the style once in its head."""
+    """Fragments with the shared style, for a widget. A page has the style in its head instead."""
     return f'<style>{STYLE}</style><div class="alar">{"".join(parts)}</div>'
 
 
@@ -54,7 +55,7 @@ def escaped(text: object) -> str:
 
 
 def legend_html() -> str:
-    """The colours of origins and of modes."""
+    """What the colours of origins and of modes mean."""
     origins = [
         f'<span class="o{int(origin)}">{name}</span>' for origin, name in ORIGIN_NAMES.items()
     ]
@@ -66,10 +67,14 @@ def legend_html() -> str:
 
 
 def timeline_html(trajectory: Trajectory) -> str:
-    """A bar whose stretches are as wide as they have tokens, coloured by mode."""
+    """A bar with one stretch per prompt, turn and observation, coloured by mode.
+
+    A stretch is as wide as its number of tokens.
+    """
     cells = []
     for stretch in stretches(trajectory):
         label, (back, ink) = escaped(stretch.label), stretch.colours
+        # `flex` shares the width of the bar in proportion to the tokens.
         style = f"flex:{len(stretch)};background:{back};color:{ink}"
         cells.append(f'<span title="{label}: {len(stretch)} tokens" style="{style}">{label}</span>')
     return f'<div class="line">{"".join(cells)}</div>'
@@ -78,7 +83,7 @@ def timeline_html(trajectory: Trajectory) -> str:
 def tokens_html(trajectory: Trajectory, codec: Codec, span: tuple[int, int] | None = None) -> str:
     """The text of a trajectory, or of its tokens [start, end): one mark per piece, one colour per
     origin."""
-    runs = []
+    runs = []  # neighbours of one origin share a span, which keeps a report small
     for origin, run in groupby(pieces(trajectory, codec, span), key=lambda piece: piece.origin):
         marks = "".join(f"<i>{escaped(piece.text)}</i>" for piece in run)
         runs.append(f'<span class="o{int(origin)}">{marks}</span>')
@@ -102,7 +107,7 @@ def turns_html(trajectory: Trajectory, p_latent: Sequence[float] | None = None) 
     """One row per turn: mode, p(latent | state) where known, action, tokens, problem, retrieved
     titles."""
     rows = []
-    for number, turn in enumerate(trajectory.turns):
+    for number, turn in enumerate(trajectory.turns):  # from 0, shown from 1
         mode = turn.mode + (" (forced)" if turn.forced_mode else "")
         chance = "" if p_latent is None else f"{p_latent[number]:.2f}"
         row = (number + 1, mode, chance, turn_action(turn), turn.end - turn.start, turn.problem)
@@ -112,13 +117,13 @@ def turns_html(trajectory: Trajectory, p_latent: Sequence[float] | None = None) 
 
 
 def table_html(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A plain table; every cell is escaped, an empty column is left out."""
-    # By columns, since an empty one goes as a whole.
+    """A plain table. Every cell is escaped; a column without any content is left out."""
+    # Turned into columns first, since a column is left out as a whole.
     columns = zip(head, *([str(cell) for cell in row] for row in rows))
     kept = [column for column in columns if any(column[1:])]
     lines = zip(*kept)
     marked = []
     for number, line in enumerate(lines):
-        tag = "td" if number else "th"
+        tag = "td" if number else "th"  # line 0 is the head
         marked.append("".join(f"<{tag}>{escaped(cell)}</{tag}>" for cell in line))
     return f"<table>{''.join(f'<tr>{cells}</tr>' for cells in marked)}</table>"

@@ -30,11 +30,10 @@ def _about(site: Site) -> dict:
 def step_table(
     sites: Sequence[Site], p_latent: dict[Site, float] | None = None
 ) -> tuple[pd.DataFrame, Float[np.ndarray, "N H"]]:
-    """One row per latent step with the columns by which views are coloured, and z in the same
-    order.
+    """One row per latent step with the columns that colour the views, and z in the same order.
 
-    `mode` is the one that the policy chooses in this state: "latent" for a turn of its own choice;
-    for a forced turn the likelier one by `p_latent`, "unknown" without it.
+    `mode` is what the policy chooses in this state: "latent" for a turn of its own choice; for a
+    forced turn the likelier mode by `p_latent`, or "unknown" without it.
     """
     rows = []
     for site in sites:
@@ -55,7 +54,7 @@ def principal_components(
 ) -> tuple[pd.DataFrame, Float[np.ndarray, " components"]]:
     """`table` with columns pc1, pc2, …, and the share of variance that each explains.
 
-    Centred, not scaled; the sign of a component is fixed by its largest loading being positive.
+    z is centred and not scaled. Each component is turned so that its largest loading is positive.
     ValueError for fewer than two z.
     """
     if len(z) < 2:
@@ -66,13 +65,13 @@ def principal_components(
     largest = axes[np.arange(len(axes)), np.abs(axes).argmax(1)]
     projected = centred @ (axes * np.sign(largest)[:, None]).T  # (N, components)
     named = {f"pc{number}": column for number, column in enumerate(projected.T, start=1)}
-    variance = scales**2
+    variance = scales**2  # of all components, up to the factor N − 1 that cancels below
     return table.assign(**named), (variance / max(variance.sum(), _TINY))[: len(axes)]
 
 
 def step_sizes(sites: Sequence[Site]) -> pd.DataFrame:
-    """One row per pair of steps k, k + 1: ‖z_{k+1} − z_k‖, the same over ‖z_k‖, their cosine;
-    `step` is k (from 1)."""
+    """One row per pair of steps k, k + 1: `size` ‖z_{k+1} − z_k‖, `relative_size` (over ‖z_k‖) and
+    `cosine`. `step` is k (from 1)."""
     rows = []
     for site in sites:
         # In float64, since neighbours may be nearly equal.
@@ -98,7 +97,7 @@ def mode_path(engine, trajectories: Sequence[Trajectory]) -> pd.DataFrame:
 
 def site_probabilities(engine, sites: Sequence[Site]) -> dict[Site, float]:
     """p(latent | state) before the block of each site."""
-    # Several sites share a trajectory, which is scored once.
+    # A trajectory with several sites is scored once.
     trajectories = list({id(site.trajectory): site.trajectory for site in sites}.values())
     scores = dict(zip(map(id, trajectories), mode_scores(engine, trajectories)))
     return {site: scores[id(site.trajectory)][site.block.turn] for site in sites}

@@ -4,19 +4,19 @@ compare.
     zero     z = 0
     mean     the mean z of this step over a reference set
     noise    a random direction with the norm of z
-    shuffle  the same z in another order (with a step: that z changes places with another one)
+    shuffle  the same z in another order (with a step: that z swaps places with another one)
     patch    the z of a donor, another question's latent turn
     drop     the position is taken out, later tokens move up
 
-Each acts on the whole block or on one step k, and each has a random control: z moved by *the same
+Each acts on the whole block or on one step k. Each has a random control, which moves z by *the same
 distance* in a random direction. The control of `drop` keeps the position and fills it with a random
 direction of the same norm. If an intervention does more than its control, it matters where z was
 moved, and not only how far.
 
 The action is written greedily by the engine that writes all turns, and scored by teacher forcing:
 KL(intact ‖ replaced) of the next-token distribution, mean over the tokens of the recorded action,
-in nats. Both compute the tokens up to `<latent>` once. The intact action is written in the same
-way, so that sampling in the recorded trajectory does not look like an effect.
+in nats. Both compute the tokens up to `<latent>` once. The intact action is written anew in the
+same way, since the recorded one may have been sampled, and chance would look like an effect.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ from alar.rollout.engine import Sampling, TurnOutput, TurnRequest
 from alar.rollout.hf import HFEngine, policy_logits
 
 KINDS = ("zero", "mean", "noise", "shuffle", "patch", "drop")
-_TAG = re.compile(r"\s*<(\w+)>")
+_TAG = re.compile(r"\s*<(\w+)>")  # the open tag of an action names its kind
 
 
 @dataclass(frozen=True)
 class Intervention:
-    """What is done to a block: to all of its steps, or to `step` (k from 0). "none" leaves z as it
-    is."""
+    """What is done to a block: to all of its steps, or only to `step` (k from 0).
+
+    "none" leaves z as it is. `control` asks for the random control instead.
+    """
 
     kind: str
     step: int | None = None
@@ -84,8 +86,10 @@ class Effect:
 
     @property
     def to_donor_kind(self) -> float:
-        """Whether the action became one of the donor's kind, such as "search" or "answer"; NaN if
-        it was of that kind already or there is no donor."""
+        """Whether the action became one of the donor's kind, such as "search" or "answer".
+
+        NaN if it was of that kind already, or if there is no donor.
+        """
         donor = _kind(self.donor_action)
         if donor in ("", _kind(self.reference)):
             return float("nan")
@@ -93,7 +97,7 @@ class Effect:
 
 
 def _kind(action: str) -> str:
-    """The name of its tag; "text" for an answer without one."""
+    """The name of the action's tag; "text" for an answer without a tag."""
     if not action:
         return ""
     found = _TAG.match(action)
@@ -110,8 +114,8 @@ def replaced(
 ) -> Float[np.ndarray, "K′ H"]:
     """z after the intervention; K′ < K for "drop".
 
-    ValueError for a step outside the block, a single step to shuffle, or a donor or mean that is
-    missing or of another shape.
+    ValueError for a step outside the block, for a block of one step to shuffle, and for a donor or
+    mean that is missing or of another shape.
     """
     kind, step, total = intervention.kind, intervention.step, len(z)
     if step is not None and not 0 <= step < total:
@@ -119,7 +123,7 @@ def replaced(
     if kind == "shuffle" and total < 2:
         raise ValueError("shuffle needs at least two latent steps, this block has one")
     if kind == "drop" and intervention.control:
-        kind = "noise"  # the position stays
+        kind = "noise"  # the position stays; no distance is defined between K and K′ vectors
     chosen = np.arange(total) if step is None else np.array([step])
     new = z.copy()  # (K, H)
     if kind == "zero":
@@ -129,7 +133,7 @@ def replaced(
     elif kind == "patch":
         new[chosen] = _like(z, donor, "a donor")[chosen]
     elif kind == "noise":
-        norms = np.linalg.norm(z[chosen], axis=1, keepdims=True)
+        norms = np.linalg.norm(z[chosen], axis=1, keepdims=True)  # (chosen, 1)
         new[chosen] = _directions(rng, len(chosen), z.shape[1]) * norms
     elif kind == "shuffle":
         new = z[_order(rng, total, step)]
@@ -149,15 +153,15 @@ def _like(z: np.ndarray, given: np.ndarray | None, what: str) -> np.ndarray:
 
 
 def _directions(rng: np.random.Generator, rows: int, width: int) -> np.ndarray:
-    drawn = rng.standard_normal((rows, width))
+    drawn = rng.standard_normal((rows, width))  # normalised, it is uniform on the sphere
     return drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
 
 
 def _order(rng: np.random.Generator, total: int, step: int | None) -> np.ndarray:
-    """An order of the steps that is not the given one; with a step, one exchange that moves it."""
+    """An order of the steps that differs from 0, 1, …; with `step`, only that one swaps places."""
     order = np.arange(total)
     if step is not None:
-        other = (step + rng.integers(1, total)) % total
+        other = (step + rng.integers(1, total)) % total  # any step but this one
         order[[step, other]] = order[[other, step]]
         return order
     while (order == np.arange(total)).all():  # an unchanged order is no intervention
@@ -166,11 +170,12 @@ def _order(rng: np.random.Generator, total: int, step: int | None) -> np.ndarray
 
 
 class InterventionLab:
-    """Interventions on the turns of one engine's model. `mean` (K, H) serves "mean".
+    """Interventions on the turns of one engine's model.
 
-    At most `max_new_tokens` tokens are written behind `</latent>`, up to one of the `stop` strings;
-    `stop` and `form` are the domain's. Random draws depend only on `seed`, question, turn and
-    intervention. Make a new lab when the weights change: it keeps keys, values and intact actions.
+    `mean` (K, H) is what "mean" puts in. At most `max_new_tokens` tokens are written behind
+    `</latent>`, up to one of the `stop` strings; `stop` and `form` are the domain's. Random draws
+    depend only on `seed`, question, turn and intervention. Make a new lab when the weights change,
+    since a lab keeps keys, values and intact actions.
     """
 
     def __init__(
@@ -186,8 +191,8 @@ class InterventionLab:
     ):
         self.engine, self.model, self.codec = engine, engine.model, engine.codec
         self.form, self.mean, self.seed, self.batch_size = form, mean, seed, batch_size
-        self.sampling = Sampling(max_new_tokens, 0.0, stop=stop)
-        self._references: dict[Site, str] = {}
+        self.sampling = Sampling(max_new_tokens, 0.0, stop=stop)  # 0.0: greedy
+        self._references: dict[Site, str] = {}  # site → intact action
         self._kept: tuple[Site, list[tuple[Tensor, Tensor]]] | None = None  # of the last site
 
     def sites(self, trajectories: Sequence[Trajectory]) -> list[Site]:
@@ -196,7 +201,7 @@ class InterventionLab:
     def thoughts(
         self, site: Site, intervention: Intervention, donor: Site | None = None
     ) -> Float[np.ndarray, "K′ H"]:
-        """z of the site after the intervention."""
+        """z of the site after the intervention. The same arguments give the same z."""
         # Seeded by name, so that a result does not depend on what was drawn before it.
         name = f"{site.trajectory.question.id} {site.block.turn} {intervention}"
         rng = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
@@ -207,9 +212,9 @@ class InterventionLab:
         return self.effects([(site, intervention, donor)])[0]
 
     def effects(self, cases: Sequence[tuple[Site, Intervention, Site | None]]) -> list[Effect]:
-        """Effect of every (site, intervention, donor), in order.
+        """The effect of every (site, intervention, donor), in order.
 
-        Cases of one site and donor that follow each other share their forward passes.
+        Neighbouring cases with the same site and donor share their forward passes.
         """
         fed = [self.thoughts(*case) for case in cases]  # (K′, H) each
         unknown = list(dict.fromkeys(site for site, _, _ in cases if site not in self._references))
@@ -241,7 +246,7 @@ class InterventionLab:
         return self.codec.text(ids).strip()
 
     def _write(self, pairs: Sequence[tuple[Site, np.ndarray]]) -> list[TurnOutput]:
-        """What the policy writes greedily behind `</latent>`, for each site with these z."""
+        """What the policy writes greedily behind `</latent>`, for each pair of a site and its z."""
         outputs: list[TurnOutput] = []
         for start in range(0, len(pairs), self.batch_size):
             requests = []
@@ -250,13 +255,14 @@ class InterventionLab:
                 ids = site.prefix + latent + self.codec.latent_close
                 requests.append(TurnRequest(session, ids, site.earlier_z + list(z)))
             outputs += self.engine.generate(requests, self.sampling)
+            # Sessions are numbered anew in each batch, so the engine must forget these.
             self.engine.release([request.session for request in requests])
         return outputs
 
     def _scores(self, cases, fed: Sequence[np.ndarray]) -> list[tuple[float, float]]:
         """(KL, donor gain) of every case."""
         scores: list[tuple[float, float]] = []
-        # Sites compare by identity: a run is of one site and one donor.
+        # Neighbours with the same site and donor form a run; sites compare by identity.
         runs = groupby(zip(cases, fed), key=lambda pair: (pair[0][0], pair[0][2]))
         for (site, donor), run in runs:
             changed = [z for _, z in run]
@@ -269,6 +275,7 @@ class InterventionLab:
         variants = [site.z, *changed]  # n of them, the intact one first
         logprobs = self.next_token_logprobs(site, variants, site.action_ids)  # (n, A, V)
         intact = logprobs[0]
+        # KL(intact ‖ replaced) of every token, then the mean over the action.
         divergence = (intact.exp() * (intact - logprobs)).sum(-1).mean(-1)  # (n,)
         gain = torch.full_like(divergence, float("nan"))
         if donor is not None:
@@ -276,24 +283,25 @@ class InterventionLab:
             wanted = torch.tensor(donor.action_ids, device=logprobs.device)[None, :, None]
             likely = logprobs.gather(-1, wanted.expand(len(variants), -1, 1)).mean((1, 2))  # (n,)
             gain = likely - likely[0]
-        return list(zip(divergence[1:].tolist(), gain[1:].tolist()))
+        return list(zip(divergence[1:].tolist(), gain[1:].tolist()))  # without the intact one
 
     @torch.no_grad()
     def next_token_logprobs(
         self, site: Site, variants: Sequence[np.ndarray], action: Sequence[int]
     ) -> Float[Tensor, "n A V"]:
-        """Log-probs (float64) of the next token at every token of `action`, teacher-forced behind
-        each of n variants of z, which may differ in length.
+        """Log-probs (float64) of the next token at each of the A tokens of `action`.
 
-        The prefix is computed once and kept for the next call.
+        `action` is teacher-forced behind each of n variants of z, which may differ in length. The
+        prefix is computed once and kept for the next call.
         """
         embed, close = self.model.get_input_embeddings(), self.codec.latent_close
         device = self.engine.device
         text = embed(torch.tensor([*close, *action[:-1]], dtype=torch.long, device=device))
         rows = [torch.cat([torch.as_tensor(z).to(text), text]) for z in variants]  # (K′ + T, H)
-        # Padding stands behind all that is read, so it needs no mask.
-        inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        # Padding stands behind every token that is read, so causal attention never sees it.
+        inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # (n, K + T, H)
         count = len(rows)
+        # A cache of its own for this call: the forward pass appends to it, not to the kept prefix.
         past = DynamicCache(
             [
                 (k.expand(count, -1, -1, -1), v.expand(count, -1, -1, -1))
@@ -327,7 +335,7 @@ class InterventionLab:
 
 
 def _distance(z: np.ndarray, new: np.ndarray) -> float:
-    """Mean distance of the steps that moved; NaN if steps are missing."""
+    """Mean distance ‖z′ − z‖ of the steps that moved; NaN if steps were dropped."""
     if new.shape != z.shape:
         return float("nan")
     moved = np.linalg.norm(new - z, axis=1)

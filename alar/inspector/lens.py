@@ -1,8 +1,8 @@
 """Reading vectors as tokens: the logit lens, nearest embeddings, norms against the embedding table.
 
-Logit lens (nostalgebraist 2020): the head applied to the hidden state of every layer, after the
-model's final norm. Layer 0 is the input itself (here z), layer L the model's own output. The latent
-id and the spare rows behind it are left out, as in decoding (`alar.rollout.hf.policy_logits`).
+The logit lens (nostalgebraist 2020) applies the model's final norm and its head to the hidden state
+of every layer. Layer 0 is the input itself (here z), layer L the model's own output. The latent id
+and the spare rows behind it are left out, as in decoding (`alar.rollout.hf.policy_logits`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from alar.rollout.hf import policy_logits
 
 
 class Lens(NamedTuple):
-    """Top ids and probabilities (…, top_k), entropy in nats (…)."""
+    """What the lens reads: top ids and probabilities (…, top_k), and entropy in nats (…)."""
 
     ids: np.ndarray
     probabilities: np.ndarray
@@ -26,16 +26,16 @@ class Lens(NamedTuple):
 
 
 def layer_states(model, hidden_states: tuple[Tensor, ...]) -> Float[Tensor, "rows layers H"]:
-    """Hidden states (rows, H) of each layer → one table, all after the final norm.
+    """L + 1 hidden states (rows, H) → one table, all after the final norm.
 
-    transformers reports the input, the output of every layer but the last, and the last one after
-    the final norm.
+    transformers reports the input, the output of every layer but the last, and the last output
+    after the final norm; only the others need the norm here.
     """
     return torch.stack([*map(model.model.norm, hidden_states[:-1]), hidden_states[-1]], dim=1)
 
 
 def logit_lens(model, states: Float[Tensor, "... H"], top_k: int) -> Lens:
-    """What the head reads in states that the final norm has seen already."""
+    """What the head reads in states that have passed the final norm."""
     logprobs = torch.log_softmax(policy_logits(model, states), dim=-1)  # (…, V)
     top = logprobs.topk(top_k, dim=-1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
@@ -43,12 +43,12 @@ def logit_lens(model, states: Float[Tensor, "... H"], top_k: int) -> Lens:
 
 
 def token_embeddings(model) -> Float[Tensor, "V H"]:
-    """The embeddings of ordinary tokens: without the latent id and the spare rows behind it."""
+    """The embeddings of ordinary tokens, without the latent id and the spare rows behind it."""
     return model.get_input_embeddings().weight.detach()[: model.config.latent_token_id].float()
 
 
 def nearest_tokens(vectors: Float[Tensor, "rows H"], embeddings: Float[Tensor, "V H"], top_k: int):
-    """(ids, cosines), each (rows, top_k), of the embeddings in the direction of each vector."""
+    """(ids, cosines), each (rows, top_k), of the embeddings with the largest cosine."""
     normal = torch.nn.functional.normalize
     cosines = normal(vectors.float(), dim=-1) @ normal(embeddings, dim=-1).T  # (rows, V)
     top = cosines.topk(top_k, dim=-1)
@@ -56,10 +56,10 @@ def nearest_tokens(vectors: Float[Tensor, "rows H"], embeddings: Float[Tensor, "
 
 
 def norm_statistics(vectors: Float[Tensor, "rows H"], embeddings: Float[Tensor, "V H"]):
-    """(norms, ratio to the embeddings' median norm, share of embeddings whose norm is not larger),
+    """(norms, ratio to the median norm of the embeddings, share of embeddings that are not longer),
     each (rows,)."""
     norms, table = vectors.float().norm(dim=-1), embeddings.norm(dim=-1)  # (rows,), (V,)
-    share = (table[None] <= norms[:, None]).float().mean(-1)
+    share = (table[None] <= norms[:, None]).float().mean(-1)  # (rows, V) → (rows,)
     return norms.cpu().numpy(), (norms / table.median()).cpu().numpy(), share.cpu().numpy()
 
 

@@ -1,7 +1,7 @@
 """What one forward pass shows about the latent thoughts of a trajectory.
 
-`inspect` feeds a recorded trajectory with its recorded z, whichever engine wrote it. For each
-latent step it keeps the vector and everything that is read from it. The readings stand alone:
+`inspect` feeds the model a recorded trajectory with its recorded z, whichever engine wrote it. For
+each latent step it keeps the vector and everything that is read from it. The readings stand alone:
 views and reports need neither model nor tokenizer.
 """
 
@@ -26,7 +26,7 @@ from alar.model.attention import attention_of
 from alar.records import Trajectory
 from alar.rollout.codec import Codec
 
-_WORDS = "words"  # the array of a file that holds what is no array, as JSON
+_WORDS = "words"  # the array in a file that holds everything else (lists, dicts) as JSON
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class LatentReadings:
     position, turn, step (N,)             place in `ids`; turn and k, both from 0
     norm                 (N,)             ‖z‖
     norm_ratio           (N,)             ‖z‖ over the median norm of the embeddings
-    norm_quantile        (N,)             share of embeddings that are not longer
+    norm_quantile        (N,)             share of embeddings that are not longer than z
     lens_ids             (N, L+1, top_k)  logit lens at layers 0 (z itself) … L (the output)
     lens_probabilities   (N, L+1, top_k)
     lens_entropy         (N, L+1)         entropy of the lens distribution in nats
-    nearest_ids          (N, top_k)       token embeddings in the direction of z
+    nearest_ids          (N, top_k)       token embeddings with the largest cosine to z
     nearest_cosines      (N, top_k)
     cosines              (N, N)           between all steps of the trajectory
     action_attention     (N, L)           weight on this z from its turn's action, mean over heads
@@ -53,8 +53,8 @@ class LatentReadings:
     ids, origins         (T,)             the trajectory's tokens and where they came from
     segment              (T,)             index into `segments`
 
-    `segments` are named by `alar.inspector.blocks.segments`. `pieces` maps every id that occurs
-    here to its text. `about` names what was inspected: question_id, question.
+    The names in `segments` come from `alar.inspector.blocks.segments`. `pieces` maps every id that
+    occurs here to its text. `about` says what was inspected: question_id, question.
     """
 
     z: np.ndarray
@@ -141,13 +141,14 @@ class LatentReadings:
         )
 
     def save(self, path: str | Path) -> Path:
-        """Write everything into one .npz file; `load` gives back the same bits."""
+        """Write everything into one .npz file and return its path; `load` gives the same bits."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         arrays, words = {}, {}
         for name, value in vars(self).items():
             kept = arrays if isinstance(value, np.ndarray) else words
             kept[name] = value
+        # A string array: an object array would be pickled, which `load` refuses for safety.
         arrays[_WORDS] = np.array(json.dumps(words, ensure_ascii=False))
         with replacing(path) as aside, aside.open("wb") as stream:
             np.savez_compressed(stream, **arrays)
@@ -159,12 +160,13 @@ class LatentReadings:
         with np.load(path, allow_pickle=False) as stored:
             found = dict(stored)
         found |= json.loads(str(found.pop(_WORDS, "{}")))
-        missing = {field.name for field in fields(cls)} ^ set(found)
+        missing = {field.name for field in fields(cls)} ^ set(found)  # also what is too many
         if missing:
             raise ValueError(
                 f"{path}: not the readings of this version ({', '.join(sorted(missing))});"
                 " inspect again"
             )
+        # JSON made text of the ids.
         found["pieces"] = {int(token): piece for token, piece in found["pieces"].items()}
         return cls(**found)
 
@@ -173,8 +175,8 @@ class LatentReadings:
 def inspect(trajectory: Trajectory, model, codec: Codec, *, top_k: int = 8) -> LatentReadings:
     """The readings of one trajectory, from one forward pass with the recorded z.
 
-    Raises ValueError for a trajectory without latent block, with z missing, of another width or
-    not finite, and for a model whose reserved id differs.
+    Raises ValueError for a trajectory without a latent block, for z that are missing, not finite or
+    of another width, and for a model whose reserved id differs.
     """
     check_trajectory(trajectory, model.config)
     places, turn, step = latent_steps(trajectory)  # (N,) each
@@ -182,10 +184,11 @@ def inspect(trajectory: Trajectory, model, codec: Codec, *, top_k: int = 8) -> L
     actions = [position for block in blocks for position in range(block.action, block.end)]
     z = torch.as_tensor(np.asarray(trajectory.latents, dtype=np.float32))  # (N, H)
     z = z.to(next(model.parameters()).device)
-    queries = [*places.tolist(), *actions]
+    queries = [*places.tolist(), *actions]  # first N latent positions, then the actions
+    # L + 1 states (N, H); weights (queries, L, T).
     hidden_states, weights = _forward(model, trajectory.ids, z, places, queries)
     embeddings = lens.token_embeddings(model)  # (V, H)
-    top_k = min(top_k, len(embeddings))
+    top_k = min(top_k, len(embeddings))  # a tiny vocabulary may have fewer tokens
     read = lens.logit_lens(model, lens.layer_states(model, hidden_states), top_k)
     nearest_ids, nearest_cosines = lens.nearest_tokens(z, embeddings, top_k)
     norm, ratio, quantile = lens.norm_statistics(z, embeddings)
@@ -198,14 +201,14 @@ def inspect(trajectory: Trajectory, model, codec: Codec, *, top_k: int = 8) -> L
         "norm": norm,
         "norm_ratio": ratio,
         "norm_quantile": quantile,
-        "lens_ids": read.ids,
+        "lens_ids": read.ids,  # (N, L + 1, top_k)
         "lens_probabilities": read.probabilities,
         "lens_entropy": read.entropy,
         "nearest_ids": nearest_ids,
         "nearest_cosines": nearest_cosines,
-        "cosines": lens.cosine_matrix(z.cpu()),
+        "cosines": lens.cosine_matrix(z.cpu()),  # (N, N)
         "action_attention": _onto_latents(places, turn, blocks, weights[len(places) :]),
-        "latent_attention": weights[: len(places)],
+        "latent_attention": weights[: len(places)],  # (N, L, T)
         "ids": trajectory.ids,
         "origins": trajectory.origins,
         "segment": segment,
@@ -226,6 +229,7 @@ def _forward(
     embeddings = model.get_input_embeddings()(torch.tensor(ids, device=z.device))  # (T, H)
     embeddings[places] = z.to(embeddings)
     watch = Watch(queries, model.config.num_hidden_layers)
+    # transformers hands `watch` on to the attention function of every layer.
     with attention_of(model.config, WATCHED):
         output = model.model(
             inputs_embeds=embeddings[None], use_cache=False, output_hidden_states=True, watch=watch
@@ -241,16 +245,16 @@ def _onto_latents(
 ) -> Float[np.ndarray, "N L"]:
     """Weight on every z from the action of its own turn; 0 where the turn has no action.
 
-    `weights` holds the actions of all blocks one behind the other.
+    `places` and `turn` are (N,). `weights` holds the A action tokens of all blocks, in order.
     """
-    attention = np.zeros((len(places), weights.shape[1]), dtype=np.float32)
-    first = 0
+    attention = np.zeros((len(places), weights.shape[1]), dtype=np.float32)  # (N, L)
+    first = 0  # row in `weights` where the action of this block begins
     for block in blocks:
         count = block.end - block.action
         if count:
-            own = turn == block.turn
+            own = turn == block.turn  # (N,)
             action = weights[first : first + count]  # (count, L, T)
-            attention[own] = action[:, :, places[own]].mean(0).T
+            attention[own] = action[:, :, places[own]].mean(0).T  # (count, L, K) → (K, L)
         first += count
     return attention
 

@@ -1,9 +1,9 @@
 """A run's trajectories as one HTML file, for people without Jupyter.
 
-The file holds everything it shows: no script, no font, no picture from elsewhere; its content
-security policy forbids the browser to ask for anything. Every text is escaped
-(`alar.inspector.fragments`), so a question that contains markup is shown as the text it is. At most
-`LENS_LAYERS` layers and `LENS_TOKENS` candidates per latent step keep it small and readable.
+The file holds everything it shows. It needs no script, font or picture from elsewhere, and its
+content security policy forbids the browser to ask for any. Every text is escaped
+(`alar.inspector.fragments`), so markup in a question is shown as text. At most `LENS_LAYERS` layers
+and `LENS_TOKENS` candidates per latent step keep the file small and readable.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from alar.inspector.tokens import visible
 from alar.records import Trajectory
 from alar.rollout.codec import Codec
 
-LIMIT = 5 * 2**20  # bytes, for 50 trajectories
-LENS_LAYERS, LENS_TOKENS = 6, 4
+LIMIT = 5 * 2**20  # bytes that a report of 50 trajectories stays under; a test checks it
+LENS_LAYERS, LENS_TOKENS = 6, 4  # rows per block; candidates per cell
 
+# What a page needs beyond `fragments.STYLE`.
 PAGE_STYLE = """\
 body{max-width:64rem;margin:1.5rem auto;padding:0 1rem;background:#fff}
 details{margin:.35rem 0}
@@ -41,6 +42,7 @@ details.one{border-top:1px solid #ddd;padding:.4rem 0}
 .lens td{white-space:pre}
 h1{font-size:1.4rem}
 """
+# `data:,` is an empty icon: without one the browser would ask for a favicon.
 HEAD = """\
 <!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"
@@ -61,13 +63,15 @@ def write_report(
     title: str = "Latent trajectories",
     facts: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write the report of some trajectories; `readings` maps a trajectory's index to what was read
-    in its thoughts.
+    """Write the report of some trajectories and return its path.
 
-    `facts` (checkpoint, scale, …) stand at the top. Raises ValueError for no trajectories.
+    `readings` maps a trajectory's index to what was read in its thoughts. `p_latent` has one list
+    per trajectory with p(latent | state) of every turn. `facts` (checkpoint, scale, …) stand at the
+    top. Raises ValueError if there are no trajectories.
     """
     if not trajectories:
         raise ValueError(f"{path}: no trajectories to report on; run the stage that writes them")
+    # Written piece by piece, so that a long report need not fit in memory.
     with replacing(path) as aside, aside.open("w", encoding="utf-8") as stream:
         stream.write(HEAD.format(title=escaped(title), style=STYLE + PAGE_STYLE))
         stream.write(f"<h1>{escaped(title)}</h1>")
@@ -103,17 +107,20 @@ def _entry(
     yield turns_html(trajectory, scores)
     tokens = tokens_html(trajectory, codec)
     yield f"<details open><summary>tokens</summary>{tokens}</details>"
-    for turn in readings.latent_turns if readings is not None else ():
+    for turn in readings.latent_turns if readings is not None else ():  # from 0
         name = f"what the logit lens reads in turn {turn + 1}"
         yield f"<details><summary>{name}</summary>{lens_html(readings, turn)}</details>"
     yield "</div></details>"
 
 
 def lens_html(readings: LatentReadings, turn: int) -> str:
-    """One block: a column per latent step, a row per layer, the first candidates with their
-    probabilities."""
-    steps = readings.rows(turn)
-    # Layer 0 and the last one are always among them.
+    """One block as a table: a column per latent step, a row per layer.
+
+    A cell holds the first candidates with their probabilities. Nearest embeddings, norm and entropy
+    follow below. `turn` counts from 0.
+    """
+    steps = readings.rows(turn)  # (K,), row numbers of the readings
+    # Evenly spaced, with layer 0 and the last one. `unique`: a small model has fewer layers.
     layers = np.unique(np.linspace(0, readings.num_layers, LENS_LAYERS).round().astype(int))
     head = ["", *(f"k = {k}" for k in range(1, len(steps) + 1))]
     rows = []

@@ -1,9 +1,9 @@
 """Live views: controls that drive a pure function, each with a static twin.
 
-A `View` is shown as widgets where a kernel is at work and as its twin, a picture, everywhere else.
-Both are alternatives of one output, so a headless run needs no click and a published page needs no
-widget state. Every control has the CSS class `alar-<view>-<control>` and every view `alar-<view>`,
-by which tests find them.
+Where a kernel is at work, a `View` is shown as widgets; everywhere else its twin, a picture, is
+shown. Both are alternatives of one output, so a headless run needs no click and a published page
+needs no widget state. Every control has the CSS class `alar-<view>-<control>` and every view has
+`alar-<view>`, so that tests can find them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ from alar.records import Trajectory
 from alar.rollout.codec import Codec
 
 LABEL = 90  # characters of a question in a list
-ALL = -1  # the choice of every turn or every step
+ALL = -1  # the value of the choice "all turns" or "all steps"; others count from 0
 
 
 class View:
-    """`draw(**values)` turns the values of the controls into HTML; `twin` is the figure that stands
-    in for it."""
+    """Controls, and below them the HTML that `draw` makes of their values.
+
+    `draw` takes one keyword argument per control, named as in `controls`. `twin` is the figure that
+    is shown where widgets cannot be.
+    """
 
     def __init__(
         self,
@@ -55,14 +58,15 @@ class View:
             control.observe(self.update, "value")
         row = ipywidgets.HBox(list(self.controls.values()), layout={"flex_flow": "row wrap"})
         self.box = ipywidgets.VBox([row, self.output])
-        self.update()
+        self.update()  # the first picture needs no click
 
     def update(self, change: object = None) -> None:
         values = {label: control.value for label, control in self.controls.items()}
         self.output.value = self.draw(**values)
 
     def _repr_mimebundle_(self, **options) -> dict[str, Any]:
-        bundle = dict(self.box._repr_mimebundle_(**options) or {})
+        # A frontend shows the richest type it knows: the widget, else the picture, else the text.
+        bundle = dict(self.box._repr_mimebundle_(**options) or {})  # MIME type → content
         bundle["text/plain"] = f"{self.name} ({', '.join(self.controls)})"
         if self.twin is not None:
             bundle["image/png"] = base64.b64encode(self.twin._repr_png_()).decode()
@@ -75,7 +79,10 @@ def trajectory_browser(
     p_latent: Sequence[Sequence[float]] | None = None,
     twin: Figure | None = None,
 ) -> View:
-    """One trajectory at a time: time line, turns, tokens coloured by origin (all or one turn)."""
+    """One trajectory at a time: time line, turns, tokens coloured by origin (all or one turn).
+
+    `p_latent` has one list per trajectory with p(latent | state) of every turn.
+    """
 
     def turns_of(question: int) -> list[tuple[str, int]]:
         numbers = range(len(trajectories[question].turns))
@@ -83,7 +90,7 @@ def trajectory_browser(
 
     def draw(question: int, turn: int) -> str:
         shown = trajectories[question]
-        span = None
+        span = None  # all tokens
         if 0 <= turn < len(shown.turns):
             span = shown.turns[turn].start, shown.turns[turn].end
         scores = None if p_latent is None else p_latent[question]
@@ -96,14 +103,18 @@ def trajectory_browser(
 
 
 def lens_explorer(readings: Sequence[LatentReadings], twin: Figure | None = None) -> View:
-    """What the lens reads in one latent step at one layer; layer 0 is z itself, the last one the
-    model's output."""
+    """What the lens reads in one latent step at one layer.
+
+    Layer 0 is z itself, the last layer the model's output. Steps count from 1 through all blocks of
+    a trajectory.
+    """
 
     def draw(question: int, step: int, layer: int) -> str:
         return boxed(
             lens_reading(readings[question], min(step, len(readings[question])) - 1, layer)
         )
 
+    # All readings come from one model, so the first tells the number of layers.
     labels = [one_line(each.about["question"], LABEL) for each in readings]
     question, layers = _choice("question", labels), readings[0].num_layers
     step = ipywidgets.IntSlider(description="step", min=1, max=len(readings[0]))
@@ -113,8 +124,10 @@ def lens_explorer(readings: Sequence[LatentReadings], twin: Figure | None = None
 
 
 def lens_reading(readings: LatentReadings, row: int, layer: int) -> str:
-    """One latent step in words: place, norm, the lens's candidates with bars, the nearest
-    embeddings."""
+    """One latent step as HTML: place, norm, the lens's candidates with bars, nearest embeddings.
+
+    `row` is a row of the readings (from 0), `layer` from 0, the input.
+    """
     where = f"turn {readings.turn[row] + 1}, k = {readings.step[row] + 1}, "
     where += f"layer {layer}" if layer else "input z"
     facts = (
@@ -124,7 +137,7 @@ def lens_reading(readings: LatentReadings, row: int, layer: int) -> str:
     )
     rows = ["<tr><th>the lens reads</th><th>p</th><th></th></tr>"]
     for token, probability in readings.lens(row, layer):
-        width = max(1, round(160 * probability))  # pixels
+        width = max(1, round(160 * probability))  # pixels; at least one, so that it can be seen
         bar = f'<span class="bar" style="width:{width}px"></span>'
         cells = (escaped(visible(token)), f"{probability:.3f}", bar)
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
@@ -141,12 +154,17 @@ def checkpoint_comparison(
     p_latent: Mapping[str, Sequence[Sequence[float]]] | None = None,
     twin: Figure | None = None,
 ) -> View:
-    """The same question under two checkpoints, one above the other."""
+    """The same question under two checkpoints, one above the other.
+
+    `systems`, `codecs` and `p_latent` map a checkpoint's name to its trajectories, its codec and
+    its p(latent | state). All checkpoints have the same questions in the same order.
+    """
 
     def draw(question: int, one: str, other: str) -> str:
         parts = []
         for name in (one, other):
             shown = systems[name][question]
+            # The prompt is left out: the question stands in the headline already.
             first = shown.turns[0].start if shown.turns else 0
             scores = None if p_latent is None else p_latent[name][question]
             parts += [f"<h4>{escaped(name)}</h4>", _summary(shown, scores)]
@@ -163,11 +181,11 @@ def checkpoint_comparison(
 def intervention_panel(
     lab: InterventionLab, sites: Sequence[Site], twin: Figure | None = None
 ) -> View:
-    """Replace z in one latent turn and read the action that the policy then writes, beside the
+    """Replace z in one latent turn, and read the action that the policy then writes, beside the
     random control.
 
-    The tokens before the block are kept from click to click; only z, `</latent>` and the action are
-    computed.
+    Keys and values of the tokens before the block stay from click to click, so a click computes
+    only z, `</latent>` and the action.
     """
 
     def steps_of(turn: int) -> list[tuple[str, int]]:
@@ -177,19 +195,19 @@ def intervention_panel(
     def draw(turn: int, kind: str, step: int, donor: int) -> str:
         change = Intervention(kind, None if step == ALL else step)
         control = Intervention(kind, change.step, control=True)
-        source = sites[donor] if kind == "patch" else None
+        source = sites[donor] if kind == "patch" else None  # a donor would cost a forward pass
         began = time.perf_counter()
         try:
             effects = lab.effects([(sites[turn], each, source) for each in (change, control)])
         except ValueError as problem:  # such as a donor with another K
             return boxed(f'<p class="no">{escaped(problem)}</p>')
-        took = 1000 * (time.perf_counter() - began)
+        took = 1000 * (time.perf_counter() - began)  # milliseconds
         note = f"<p><small>written anew in {took:.0f} ms</small></p>"
         return boxed(effect_reading(effects), note)
 
     labels = [_site_label(site) for site in sites]
     turn, donor = _choice("turn", labels), _choice("donor", labels)
-    donor.value = len(labels) - 1
+    donor.value = len(labels) - 1  # not the turn that is shown first
     kind = ipywidgets.Dropdown(description="replace by", options=KINDS)
     step = ipywidgets.Dropdown(description="step", options=steps_of(0))
     _follows(step, "options", turn, steps_of)
@@ -197,7 +215,10 @@ def intervention_panel(
 
 
 def effect_reading(effects: Sequence[Effect]) -> str:
-    """Intact action, action under the intervention, action under its control, as a table."""
+    """A table of the intact action and the action of every effect, as HTML.
+
+    All effects are of one site and one donor.
+    """
     rows: list[Sequence[object]] = [("intact", effects[0].reference, "", "", "")]
     for effect in effects:
         name = "random control" if effect.intervention.control else effect.intervention.kind
@@ -229,11 +250,17 @@ def _questions(trajectories: Sequence[Trajectory]) -> ipywidgets.Dropdown:
 
 
 def _choice(description: str, labels: Sequence[str]) -> ipywidgets.Dropdown:
-    """A list whose values are positions; equal labels stay apart by their number."""
+    """A list to choose from; its values are positions (from 0).
+
+    Numbers before the labels keep equal labels apart.
+    """
     options = [(f"{number + 1}. {label}", number) for number, label in enumerate(labels)]
     return ipywidgets.Dropdown(description=description, options=options, layout={"width": "46em"})
 
 
 def _follows(control, attribute: str, leader, value_of: Callable[[int], Any]) -> None:
-    """Give the control's attribute a new value whenever another choice is made in `leader`."""
+    """Give the control's attribute a new value whenever another choice is made in `leader`.
+
+    `value_of` maps the choice to that value.
+    """
     leader.observe(lambda change: setattr(control, attribute, value_of(change["new"])), "value")

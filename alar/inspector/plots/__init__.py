@@ -1,8 +1,8 @@
 """The static views of the inspector: a picture and its table for everything that the widgets show.
 
-`trajectories` draws time lines and tokens, `readings` what one forward pass shows, `effects` what
-interventions do, `spaces` probes, geometry and modes. All take plain values and tables, return
-(figure, table), and share the style of `alar.figures`.
+`trajectories` draws time lines and tokens; `readings` what one forward pass shows; `effects` what
+interventions do; `spaces` probes, geometry and modes. All functions take plain values and tables,
+return (figure, table), and share the style of `alar.figures`.
 """
 
 from alar.inspector.plots.effects import draw_causal_map, draw_interventions, draw_panel

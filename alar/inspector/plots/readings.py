@@ -1,4 +1,4 @@
-"""What one forward pass reads, as figures: the lens, norms, cosines, attention."""
+"""What one forward pass shows, as figures: the lens, norms, cosines, attention."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SEGMENT_COLOURS = {  # what a latent step can look at
 def draw_lens(readings: LatentReadings, turn: int) -> tuple[Figure, pd.DataFrame]:
     """The logit lens in one block: layers upwards, latent steps to the right; darker is surer.
 
-    Each cell holds the lens's first token and its probability, the row below the first token
-    embedding in the direction of z. `turn` counts from 0.
+    Each cell holds the lens's first token and its probability. The labels below name the token
+    whose embedding has the largest cosine to z. `turn` counts from 0.
     """
     rows = readings.rows(turn)
     entropy = readings.lens_entropy[rows].T  # (L + 1, K)
@@ -40,7 +40,7 @@ def draw_lens(readings: LatentReadings, turn: int) -> tuple[Figure, pd.DataFrame
     for layer, k in np.ndindex(tops.shape):
         token, probability = readings.lens(rows[k], layer)[0]
         tops[layer, k] = f"{one_line(visible(token), 14)}  {probability:.2f}"
-    most = max(1e-6, float(entropy.max()))
+    most = max(1e-6, float(entropy.max()))  # nats; a colour scale needs a width
     options = {"cmap": "Blues_r", "vmin": 0, "aspect": "auto", "origin": "lower"}
     image = cells(axes, entropy, tops, most, **options)
     labels = []
@@ -73,8 +73,8 @@ def _lens_table(readings: LatentReadings, rows: np.ndarray) -> pd.DataFrame:
 def draw_vectors(
     readings: Sequence[LatentReadings], *, scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
-    """Norms of z against the embeddings', per step, and the mean cosine between the steps of a
-    block."""
+    """Norms of z over the median norm of the embeddings, per step, and the mean cosine between the
+    steps of a block."""
     table = pd.DataFrame(
         {
             "k": np.concatenate([each.step for each in readings]) + 1,
@@ -90,7 +90,7 @@ def draw_vectors(
     left.text(steps + 0.45, 1, "median embedding", **note)
     left.set(title="a   Norms", xlabel="Latent step k", ylabel="‖z‖ / median ‖embedding‖")
     left.set_ylim(0, None)
-    # A cut block has fewer steps and is left out of the mean.
+    # A block that was cut has fewer steps and is left out of the mean.
     blocks = [each.block_cosines(turn) for each in readings for turn in each.latent_turns]
     mean = np.mean([block for block in blocks if len(block) == steps], axis=0)  # (K, K)
     cells(right, mean, np.vectorize("{:.2f}".format)(mean), 1)
@@ -109,11 +109,11 @@ def draw_vectors(
 def draw_attention(
     readings: Sequence[LatentReadings], *, scale: str = MEASURED
 ) -> tuple[Figure, pd.DataFrame]:
-    """Where the action looks in its block, and where a latent step looks; mean over trajectories,
-    heads and tokens.
+    """Where the action looks in its block, and where a latent step looks.
 
-    Left: weight on each z of the turn's block from the tokens behind it, per layer. Right: the
-    weight of a latent step over the segments of the conversation, mean over layers.
+    Left: the weight that the action's tokens put on each z of their turn's block, per layer; mean
+    over trajectories, heads and tokens. Right: the weight that a latent step puts on the segments
+    of the conversation; mean over trajectories, heads and layers.
     """
     step = np.concatenate([each.step for each in readings])  # (rows,)
     onto = np.concatenate([each.action_attention for each in readings])  # (rows, L)
@@ -129,7 +129,7 @@ def draw_attention(
     left.grid(False)
     left.set(title="a   Attention of the action on $z_k$", xlabel="Latent step k", ylabel="Layer")
     figure.colorbar(image, ax=left, fraction=0.05, pad=0.02)
-    bottom = np.zeros(len(steps))  # where the next bar begins
+    bottom = np.zeros(len(steps))  # (K,), where the next bar begins
     for (kind, colour), height in zip(SEGMENT_COLOURS.items(), looks.T, strict=True):
         right.bar(steps, height, 0.7, bottom=bottom, color=colour, label=kind)
         bottom += height
@@ -155,12 +155,16 @@ def draw_attention(
 
 
 def _shares(readings: LatentReadings) -> Float[np.ndarray, "N kinds"]:
-    """The attention of each latent step over SEGMENT_COLOURS, mean over layers; sums to 1."""
+    """The attention of each latent step on the kinds of `SEGMENT_COLOURS`, mean over layers.
+
+    A row sums to 1.
+    """
     weights = readings.segment_attention().mean(1)  # (N, segments)
     shares = pd.DataFrame(0.0, index=range(len(readings)), columns=list(SEGMENT_COLOURS))
+    # first word of a segment's name → (kind in the step's own turn, kind in another turn)
     names = {"turn": ("this turn", "earlier text"), "latent": ("this block", "earlier latent")}
     for column, segment in enumerate(readings.segments):
-        word, _, number = segment.partition(" ")
+        word, _, number = segment.partition(" ")  # "latent 2" → "latent", "2"; "prompt" → no number
         own, earlier = names.get(word, (word, word))  # prompt and observation have one kind
         mine = readings.turn + 1 == int(number or 0)  # (N,)
         shares[own] += np.where(mine, weights[:, column], 0)

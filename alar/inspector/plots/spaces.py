@@ -1,4 +1,4 @@
-"""Where latent thoughts lie and what can be read from them: probes, principal components, step
+"""Where latent thoughts lie, and what can be read from them: probes, principal components, step
 sizes, modes."""
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ TARGET_NAMES = {
     "bridge_entity": "Bridge entity",
     "number": "Size of the answer",
 }
-_SCORES = (  # column of the probe table, place beside the step, style
+_SCORES = (  # column of the probe table, shift from the middle of the step, style
     ("accuracy", 0.0, {"label": "z", "color": BLUE, "marker": "o"}),
     ("embedding", -0.22, {"label": "words of the question", "color": ORANGE, "marker": "s"}),
     ("shuffled", 0.22, {"label": "z, shuffled labels", "color": GREY, "marker": "D"}),
 )
+# For values that have no colour of their own, such as steps and question types.
 _COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, GREY)
 
 
@@ -49,26 +50,28 @@ _COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, GREY)
 def draw_probes(table: pd.DataFrame, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
     """What linear probes read in z_k, per target, turn and step, beside both controls.
 
-    `table` comes from `alar.inspector.probes.probe_table`.
+    There is one panel per target; the steps of a turn stand side by side. `table` comes from
+    `alar.inspector.probes.probe_table`.
     """
     targets = [name for name in TARGET_NAMES if name in set(table["target"])]
     columns = min(3, len(targets))
-    lines = -(-len(targets) // columns)  # rounded up
-    figure = new_figure(PAGE, 0.5 + 1.75 * lines)
+    lines = -(-len(targets) // columns)  # of panels, rounded up
+    figure = new_figure(PAGE, 0.5 + 1.75 * lines)  # inches
     panels = figure.subplots(lines, columns, sharey=True, squeeze=False).ravel()
     for index, (axes, target) in enumerate(zip(panels, targets)):
         rows = table[table["target"] == target].sort_values(["turn", "k"])
-        gap = 0.8 * (rows["turn"].rank(method="dense") - 1)  # between the turns
-        places = np.arange(len(rows)) + gap.to_numpy()
+        # x of each row: 1 from step to step, and 0.8 more from turn to turn.
+        gap = 0.8 * (rows["turn"].rank(method="dense") - 1)
+        places = np.arange(len(rows)) + gap.to_numpy()  # (rows,)
         for column, shift, style in _SCORES:
             low, high = rows[f"{column}_low"], rows[f"{column}_high"]
-            face = BLUE if column == "accuracy" else "white"
+            face = BLUE if column == "accuracy" else "white"  # controls are hollow
             style = style | {"markersize": 3, "markerfacecolor": face}
             interval_bars(axes, places + shift, rows[column], low, high, **style)
         line = {"color": VERMILLION, "linewidth": 0.8, "label": "most frequent label"}
         axes.hlines(rows["common"], places - 0.4, places + 0.4, **line)
         axes.set_xticks(places, rows["k"])
-        first = rows["k"] == rows["k"].min()
+        first = rows["k"] == rows["k"].min()  # one note per turn, above its first step
         for place, turn, count in zip(places[first], rows["turn"][first], rows["turns"][first]):
             axes.text(place - 0.4, 1.03, f"turn {turn}, n = {count}", fontsize=5, color=GREY)
         title = f"{panel_letter(index)}   {TARGET_NAMES[target]}"
@@ -76,7 +79,7 @@ def draw_probes(table: pd.DataFrame, *, scale: str = MEASURED) -> tuple[Figure, 
         percent_axis(axes.yaxis)
     for axes in panels[::columns]:
         axes.set_ylabel("Accuracy (%)")
-    for axes in panels[len(targets) :]:
+    for axes in panels[len(targets) :]:  # the last line may have panels to spare
         axes.axis("off")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=4)
     footnote(
@@ -97,7 +100,7 @@ def draw_components(
 
     `table` and `explained` come from `alar.inspector.geometry.principal_components`.
     """
-    views = (
+    views = (  # column of `table`, title, value → name in the legend
         ("mode", "Mode of its choice", str),
         ("step", "Step k", str),
         ("type", "Question type", type_name),
@@ -109,6 +112,7 @@ def draw_components(
     dots = {"s": 4, "alpha": 0.6, "linewidths": 0}
     for index, (axes, (column, title, name_of)) in enumerate(zip(grid, views, strict=True)):
         for number, (value, rows) in enumerate(table.groupby(column)):
+            # A mode has the same colour in every figure.
             colour = MODE_COLOURS.get(value, _COLOURS[number % len(_COLOURS)])
             axes.scatter(rows["pc1"], rows["pc2"], color=colour, label=name_of(value), **dots)
         axes.set_title(f"{panel_letter(index)}   {title}")
@@ -126,15 +130,16 @@ def draw_recurrence(
 ) -> tuple[Figure, pd.DataFrame]:
     """How far each step of the recurrence moves, and p(latent | state) along the turns.
 
-    `steps` comes from `geometry.step_sizes`, `modes` from `geometry.mode_path`. Dots are turns,
-    lines their mean.
+    `steps` comes from `geometry.step_sizes`, `modes` from `geometry.mode_path`. A dot is a turn, a
+    line the mean over turns. The table that is returned holds medians and means.
     """
     figure = new_figure(PAGE, 2.2)
     left, right = figure.subplots(1, 2, width_ratios=[1, 1.5])
     places = boxes(left, steps, "relative_size", by="step")
     left.set_xticks(places, [f"{k} → {k + 1}" for k in places])
     left.set(title="a   Step sizes", xlabel="Latent step", ylabel="‖z′ − z‖ / ‖z‖", ylim=(0, None))
-    # Dots of one turn would cover each other; the seed keeps the picture the same.
+    # Without jitter, dots of one turn number would cover each other; the seed is fixed so that the
+    # picture stays the same.
     jitter = np.random.default_rng(0).uniform(-0.15, 0.15, len(modes))
     spread = modes.assign(place=modes["turn"] + jitter)
     for hard, colour, name in ((False, BLUE, "easy turn"), (True, VERMILLION, "hard turn")):
@@ -151,8 +156,8 @@ def draw_recurrence(
     right.legend(loc="best")
     questions = f"{steps['question_id'].nunique()} questions with latent turns"
     footnote(figure, scale, questions, "boxes: quartiles, whiskers: 1.5 IQR")
-    moved = steps.groupby("step")[["relative_size", "cosine"]].median()
-    chance = modes.groupby(["turn", "hard"])["p_latent"].mean()
+    moved = steps.groupby("step")[["relative_size", "cosine"]].median()  # one row per k
+    chance = modes.groupby(["turn", "hard"])["p_latent"].mean()  # (turn, hard) → mean
     rows = []
     for column, name in (
         ("relative_size", "relative step size"),

@@ -1,5 +1,5 @@
-"""Trajectories as figures: time line, tokens coloured by origin, and the same question under
-several checkpoints."""
+"""Trajectories as figures: time line, tokens coloured by origin, one question under several
+checkpoints."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from alar.inspector.tokens import (
     ORIGIN_COLOURS,
     ORIGIN_NAMES,
     Piece,
-    one_line,
     pieces,
+    one_line,
     stretches,
     turn_action,
 )
 from alar.records import Trajectory
 from alar.rollout.codec import Codec
 
-COLUMNS = 128  # characters on a line of tokens
+COLUMNS = 128  # characters on a line of tokens; they fit on a page at the font size of `_tokens`
 
 
 @styled
@@ -34,14 +34,14 @@ def draw_trajectory(
 
     `p_latent` is p(latent | state) of every turn, from `alar.rollout.modes.latent_probabilities`.
     """
-    lines = _wrapped(pieces(shown, codec))
+    lines = _wrapped(pieces(shown, codec))  # the height depends on their number
     height = 0.115 * len(lines)  # inches
     figure = new_figure(PAGE, 1.0 + height)
     line, text = figure.subplots(2, 1, height_ratios=[0.55, height])
     _bar(line, shown, p_latent)
     mark = "correct" if shown.correct else f"wrong, expected {' | '.join(shown.question.answers)}"
     title = one_line(f"{shown.question.text} → {shown.prediction} ({mark})", 120)
-    line.set_title(drawable(title), parse_math=False)
+    line.set_title(drawable(title), parse_math=False)  # a `$` in a question is no formula
     _tokens(text, lines)
     handles = [
         Patch(facecolor=back, edgecolor=GREY, linewidth=0.4, label=ORIGIN_NAMES[origin])
@@ -55,7 +55,11 @@ def draw_trajectory(
 def draw_comparison(
     systems: Mapping[str, Trajectory], p_latent: Mapping[str, Sequence[float]] | None = None
 ) -> tuple[Figure, pd.DataFrame]:
-    """One question as several systems answered it: a time line each, on a common scale."""
+    """One question as several systems answered it: one time line per system, on one scale.
+
+    `systems` and `p_latent` map the name of a system to its trajectory and to p(latent | state) of
+    every turn.
+    """
     figure = new_figure(PAGE, 0.5 + 0.8 * len(systems))
     grid = figure.subplots(len(systems), 1, sharex=True, squeeze=False)[:, 0]
     tables = []
@@ -65,6 +69,7 @@ def draw_comparison(
         title = f"{name}: {shown.prediction} ({'correct' if shown.correct else 'wrong'})"
         axes.set_title(drawable(one_line(title, 110)), parse_math=False)
         tables.append(_stretch_table(shown, scores).assign(system=name))
+    # `_bar` fitted each axis to its own trajectory; the longest one sets the common scale.
     grid[0].set_xlim(0, max(len(shown.ids) for shown in systems.values()))
     grid[-1].set_xlabel("Token")
     question = one_line(shown.question.text, 130)
@@ -73,7 +78,7 @@ def draw_comparison(
 
 
 def _stretch_table(shown: Trajectory, p_latent: Sequence[float] | None) -> pd.DataFrame:
-    """One row per prompt, turn or observation; turns from 1, and 0 outside turns."""
+    """One row per prompt, turn or observation. `turn` counts from 1; it is 0 outside turns."""
     rows = []
     for stretch in stretches(shown):
         chance, action = float("nan"), ""
@@ -97,16 +102,18 @@ def _stretch_table(shown: Trajectory, p_latent: Sequence[float] | None) -> pd.Da
 
 
 def _bar(axes, shown: Trajectory, p_latent: Sequence[float] | None) -> None:
-    """Stretches side by side, labelled where there is room, with the action of every turn
-    underneath."""
-    axes.set(ylim=(-0.1, 1), yticks=[], xlim=(0, len(shown.ids)))
+    """Draw the stretches side by side, with the action of every turn underneath.
+
+    A stretch has a label where there is room.
+    """
+    axes.set(ylim=(-0.1, 1), yticks=[], xlim=(0, len(shown.ids)))  # x in tokens
     axes.grid(False)
     axes.spines["left"].set_visible(False)
     for stretch in stretches(shown):
         back, ink = stretch.colours
         look = {"facecolor": back, "edgecolor": "white", "linewidth": 0.8}
         axes.add_patch(Rectangle((stretch.start, 0.42), len(stretch), 0.5, **look))
-        # A label takes about 0.7 % of the width per character.
+        # A character of a label takes about 0.7 % of the width.
         if len(stretch) > 0.007 * len(stretch.label) * len(shown.ids):
             middle = stretch.start + len(stretch) / 2
             label = {"ha": "center", "va": "center", "fontsize": 5.8, "color": ink}
@@ -119,11 +126,11 @@ def _bar(axes, shown: Trajectory, p_latent: Sequence[float] | None) -> None:
 
 
 def _tokens(axes, lines: list[list[tuple[Piece, str]]]) -> None:
-    axes.set(xlim=(0, COLUMNS), ylim=(len(lines), 0))
+    axes.set(xlim=(0, COLUMNS), ylim=(len(lines), 0))  # x in characters, y in lines from the top
     axes.axis("off")
     font = {"family": MONO, "fontsize": 4.9, "ha": "center", "va": "center"}
     for row, line in enumerate(lines):
-        column = 0
+        column = 0  # where the next piece begins
         for piece, text in line:
             back, ink = ORIGIN_COLOURS[piece.origin]
             look = {"facecolor": back, "edgecolor": "white", "linewidth": 0.5}
@@ -133,10 +140,12 @@ def _tokens(axes, lines: list[list[tuple[Piece, str]]]) -> None:
 
 
 def _wrapped(shown: list[Piece]) -> list[list[tuple[Piece, str]]]:
-    """Lines of (piece, text to draw) of at most COLUMNS characters; a line break in the text also
-    ends a line."""
+    """Lines of (piece, text to draw), each at most COLUMNS characters long.
+
+    A line break in the text ends a line too.
+    """
     lines: list[list[tuple[Piece, str]]] = [[]]
-    room = COLUMNS
+    room = COLUMNS  # characters left on the last line
     for piece in shown:
         text = drawable(piece.text.replace("\n", "↵").replace("\t", " "))[:COLUMNS]
         if len(text) > room:
@@ -144,7 +153,7 @@ def _wrapped(shown: list[Piece]) -> list[list[tuple[Piece, str]]]:
             room = COLUMNS
         lines[-1].append((piece, text))
         room -= len(text)
-        # A line that has hardly begun goes on, or every tag would take a line of its own.
+        # A line of up to 8 characters goes on, since otherwise every tag would take its own line.
         if piece.text.endswith("\n") and room < COLUMNS - 8:
             room = 0
     return [line for line in lines if line]
