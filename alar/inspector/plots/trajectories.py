@@ -15,8 +15,8 @@ from alar.inspector.tokens import (
     ORIGIN_COLOURS,
     ORIGIN_NAMES,
     Piece,
-    pieces,
     one_line,
+    pieces,
     stretches,
     turn_action,
 )
