@@ -136,7 +136,7 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     async def _write(
         self, prompts: list[dict], validate: bool, first_row: int, server: int
     ) -> None:
-        """Write the groups of some prompts. Mark each prompt finished, or failed with the reason."""
+        """Write the groups of some prompts. Mark each as finished, or as failed with the reason."""
         partition = "val" if validate else "train"
         for prompt in prompts:
             await tq.async_kv_put(

@@ -1,5 +1,5 @@
-"""The in-process engine behind verl's rollout registry, as "alar_hf". Every training process has one
-server.
+"""The in-process engine behind verl's rollout registry, as "alar_hf". Every training process has
+one server.
 
 A server holds a whole model and an `HFEngine`. The agent loop talks to it through `RemoteEngine`.
 So a batch of rollouts makes the same calls, and gets the same numbers, as in one process. New
@@ -108,7 +108,7 @@ class HFReplica(RolloutReplica):
 
 
 class HFRollout(BaseRollout):
-    """The side of the training process. It takes the actor's weights and gives them to its server."""
+    """The training process's side: it takes the actor's weights and gives them to its server."""
 
     async def resume(self, tags):
         pass  # as `HFServer.nothing`

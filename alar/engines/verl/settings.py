@@ -175,7 +175,7 @@ def hydra_values(job: Job) -> dict[str, Any]:
             f"{rollouts} rollouts per step do not divide over {world} processes: change"
             " rl.prompts_per_step"
         )
-    # Rollouts per process and micro-batch, both divisions rounded: down (it is exact), then up.
+    # Rollouts that one process takes in one micro-batch, rounded up.
     micro = max(1, -(-rollouts // world // rl.gradient_accumulation))
     on_gpu = job.gpus > 0
     compute = "bf16" if on_gpu else "fp32"

@@ -17,8 +17,8 @@ KEPT, KEPT_BYTES = 16384, 2**30  # requests; bytes of z
 
 
 class StepLatents:
-    """For each batch row, z (R, H) if its chunk opened with a latent position, and whether the chunk
-    broke the rules (R,)."""
+    """For each batch row, z (R, H) if its chunk opened with a latent position, and whether the
+    chunk broke the rules (R,)."""
 
     def __init__(self, rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device):
         # Made once and written in place: CUDA graphs need fixed addresses.
