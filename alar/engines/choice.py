@@ -17,7 +17,7 @@ ENGINES = ("hf", "vllm")
 def opened_engine(folder: str | Path, kind: str = "hf", **arguments) -> Iterator[Engine]:
     """The engine of a checkpoint folder, latent or not. At the end it frees what it holds.
 
-    "hf" runs transformers in this process. "vllm" needs the extra requirements called engines. Both
+    "hf" runs transformers in this process. "vllm" needs `python run_all.py --install engines`. Both
     write the same turns. `arguments` go to `VLLMEngine`. Raises ValueError for another kind, and
     EngineRefused if vLLM is missing.
     """

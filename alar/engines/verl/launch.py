@@ -203,7 +203,7 @@ def _tail(path: Path, start: int) -> str:
 
 
 def _python_path() -> str:
-    """The PYTHONPATH of the job, in which this package comes first, whether installed or not."""
+    """The PYTHONPATH of the job and its workers. This package comes first, installed or not."""
     return os.pathsep.join(
         filter(None, (str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")))
     )

@@ -70,9 +70,9 @@ class ServedEngine(Engine):
     def latent_probabilities(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """p(latent | state) as far as the samples show it.
 
-        It is the probability of the open tag if `<latent>` was written, and one minus it for text.
-        The exact value would renormalise over the two tags. The two values differ by the
-        probability of everything that is neither tag.
+        For a latent turn it is the probability of the open tag `<latent>`, for text one minus the
+        probability of `<think>`. The exact value would renormalise over the two tags. The two
+        values differ by the probability of everything that is neither tag.
         """
         seen = (
             [_seen_probability(t, turn, self.codec) for turn in range(len(t.turns))]

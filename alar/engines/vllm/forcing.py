@@ -204,7 +204,7 @@ class BlockForcer(LogitsProcessor):
     def _force(self, logits: Tensor, rows: Sequence[int], ids: Tensor) -> None:
         index = self._tensor(rows)
         logits[index] = float("-inf")
-        logits[index, ids] = 0.0
+        logits[index, ids] = 0.0  # the only finite one, so its probability is 1
 
     def _decide(self, logits: Tensor, decided: list[int], forced: dict[int, int]) -> None:
         """Choose tokens for the seeded rows, note log-probs and z of the recorded ones, then force.
@@ -222,16 +222,16 @@ class BlockForcer(LogitsProcessor):
         chosen = logprobs.argmax(-1)  # (n,)
         if any(temperatures):
             # The scheduler has given a seed to every request here that has a temperature.
-            drawn = self._tensor([request.random is not None for request in requests])
+            drawn = self._tensor([request.random is not None for request in requests])  # (n,)
             draws = self._tensor([r.draw() if r.random else 0.0 for r in requests])
-            nucleus = self._tensor([request.top_p for request in requests])
+            nucleus = self._tensor([request.top_p for request in requests])  # (n,)
             chosen = torch.where(drawn, inverse_cdf(logprobs.exp(), draws, nucleus), chosen)
-        given = self._tensor([forced.get(index, -1) for index in decided])
+        given = self._tensor([forced.get(index, -1) for index in decided])  # (n,), −1: none due
         chosen = torch.where(given >= 0, given, chosen)
         self._note(decided, requests, forced, logprobs.gather(1, chosen[:, None])[:, 0])
 
         # vLLM takes the argmax of rows at temperature 0 itself; all others are forced.
-        writes = []
+        writes = []  # places among `decided`
         for place, (index, request) in enumerate(zip(decided, requests)):
             if request.temperature > 0 or index in forced:
                 writes.append(place)
@@ -268,14 +268,15 @@ class BlockForcer(LogitsProcessor):
         They get the latent id, or, where that is due, the first piece of the close tag.
         """
         count = logits.shape[0]
-        violated = self.shared.step.violated[:count]
+        violated = self.shared.step.violated[:count]  # (R,)
         if self.device.type == "cpu" and not self.any_broken:
             if not bool(violated.any()):
-                return
+                return  # the common case: no work at all
             self.any_broken = True
+        # A broken request stays broken, because its later tokens build on a wrong z.
         self.broken[:count] |= violated
         broken, latent = self.broken[:count], self.codec.latent_token_id
-        signals = torch.full((count,), latent, device=self.device)
+        signals = torch.full((count,), latent, device=self.device)  # (R,) ids
         due = [index for index, token in forced.items() if token == latent]
         if due:
             signals[self._tensor(due)] = self.codec.latent_close[0]
