@@ -15,16 +15,16 @@ ENGINES = ("hf", "vllm")
 
 @contextmanager
 def opened_engine(folder: str | Path, kind: str = "hf", **arguments) -> Iterator[Engine]:
-    """The engine of a checkpoint folder, latent or not, which gives back what it holds at the end.
+    """The engine of a checkpoint folder, latent or not. At the end it frees what it holds.
 
-    "hf" runs transformers in this process; "vllm" needs the engines set. Both write the same turns.
-    `arguments` go to `VLLMEngine`. Raises ValueError for another kind, and EngineRefused where vLLM
-    is missing.
+    "hf" runs transformers in this process. "vllm" needs `python run_all.py --install engines`. Both
+    write the same turns. `arguments` go to `VLLMEngine`. Raises ValueError for another kind, and
+    EngineRefused if vLLM is missing.
     """
     if kind == "hf":
         yield HFEngine(*load(folder))
     elif kind == "vllm":
-        from alar.engines.vllm import VLLMEngine
+        from alar.engines.vllm import VLLMEngine  # here, because it needs vLLM
 
         with VLLMEngine(folder, **arguments) as engine:
             yield engine

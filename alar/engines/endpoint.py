@@ -1,17 +1,18 @@
 """A model behind any OpenAI-compatible chat completions endpoint, as an engine of the agent loop.
 
-Such a server is a teacher to sample from: it takes messages and returns text, and nobody learns
-its token ids and log-probs. So a context is turned back into messages, and the text of an answer is
-encoded with the student's tokenizer: its ids are SAMPLED with a log-prob of NaN, which marks them
-as encoded again. They can be imitated, but policy gradients cannot learn from them. How messages
-look is a matter of the domain: see `Dialect`.
+Such a server is a teacher to sample from. It takes messages and returns text, without token ids and
+log-probs. So a context is turned back into messages, and the student's tokenizer encodes the text
+of an answer. Its ids are SAMPLED with a log-prob of NaN, which marks them as encoded again. A
+student can imitate them, but policy gradients cannot learn from them. Each domain says how its
+messages look, see `Dialect`.
 
-A server that is down, slow or limits the rate is asked again after growing pauses, or after the
-pause that it asks for; until then no other request is sent to a server that limits the rate. After
-the last attempt EndpointError names the server, the cause and what to do. An answer that cannot be
-written as a turn, or a request that the server refuses, becomes a turn without tokens, and
-`problems` says why. The `openai` client is not used: it draws its pauses from the global `random`,
-which would change the later draws of a run, and it does not hold back other requests.
+If a server is down, is slow or limits the rate, the request is sent again after growing pauses, or
+after the pause that the server asks for. Until then, a server that limits the rate gets no other
+request either. After the last attempt EndpointError names the server, the cause and what to do. If
+an answer cannot be written as a turn, or the server refuses a request, the turn has no tokens and
+`problems` says why. The `openai` client is not used, for two reasons: it draws its pauses from the
+global `random`, which would change the later draws of a run, and it does not hold back other
+requests.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from alar.records import Origin
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Engine, Sampling, TurnOutput, TurnRequest
 
-# So many refusals before the first answer: the server refuses what all requests have in common.
+# After so many refusals and no answer, the server must refuse what all requests have in common.
 REFUSALS = 8
-LONGEST_PAUSE = 120.0  # seconds that a server may ask for
-TEMPORARY = (408, 409, 425, 429)  # and all statuses from 500 on
-REFUSED = (400, 413, 422)  # this request; any other status is an error of them all
+LONGEST_PAUSE = 120.0  # seconds; a server that asks for more is asked again after these
+TEMPORARY = (408, 409, 425, 429)  # HTTP statuses worth another attempt, as are all from 500 on
+REFUSED = (400, 413, 422)  # concern one request; any other status would meet all requests
 # A proxy from the environment cannot reach a server on this machine.
 _WITHOUT_PROXY = dict.fromkeys(["all://localhost", "all://127.0.0.1", "all://[::1]"])
 
@@ -56,17 +57,17 @@ class Unrepresentable(ValueError):
 
 
 class _TemporaryFailure(Exception):
-    """`pause` is what the server asks for, in seconds."""
+    """An attempt failed, and another may succeed. The server asks for `pause` seconds before it."""
 
     def __init__(self, cause: str, pause: float = 0.0):
         super().__init__(cause)
         self.pause = pause
 
 
-# Reads the text of a turn from the message of an answer. Raises Unrepresentable.
+# message of an answer → text of the turn. Raises Unrepresentable.
 Reading = Callable[[Mapping[str, Any]], str]
-# Turns the ids of a context into the fields of a request, among them `messages`, and the reading of
-# its answer. Every domain has its own. Raises Unrepresentable.
+# (ids of a context, codec) → (fields of the request, `messages` among them, and how to read its
+# answer). Every domain has its own. Raises Unrepresentable.
 Dialect = Callable[[Sequence[int], Codec], tuple[dict, Reading]]
 
 
@@ -74,9 +75,9 @@ class Endpoint:
     """Client of one server, for one event loop.
 
     `url` is that of the API ("http://127.0.0.1:8000/v1"). `extra` fields are added to every
-    request; those that are None are taken out of it (`max_tokens` for servers that want
-    `max_completion_tokens`). `timeout` is in seconds per attempt. A request is attempted at most
-    1 + `retries` times.
+    request. A field that is None there is left out of the request (such as `max_tokens` for servers
+    that want `max_completion_tokens`). `timeout` is in seconds per attempt. A request is attempted
+    at most 1 + `retries` times. `backoff` is the first pause in seconds; pauses double up to 60.
     """
 
     def __init__(
@@ -101,27 +102,28 @@ class Endpoint:
         self.retries = retries
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(timeout, connect=min(10.0, timeout)),
-            limits=httpx.Limits(max_connections=None),
+            limits=httpx.Limits(max_connections=None),  # `EndpointEngine` limits the requests
             headers={"Authorization": f"Bearer {key}"} if key else {},
             mounts=_WITHOUT_PROXY,
         )
         self._open_again = 0.0  # when the server may be asked again, by the monotonic clock
-        self._refused = 0
-        self._answered = False
+        self._refused = 0  # requests, not attempts
+        self._answered = False  # whether the server has answered any request
         self._growing = wait_exponential(multiplier=backoff, max=60)
 
     async def close(self) -> None:
         await self._client.aclose()
 
     async def ask(self, fields: Mapping[str, Any]) -> dict:
-        """The first choice of the answer.
+        """Send one request and return the first choice of its answer.
 
-        Raises Unrepresentable if the server refuses this request, EndpointError if it cannot be
-        used at all.
+        Raises Unrepresentable if the server refuses this request, and EndpointError if the server
+        cannot be used at all.
         """
         given = {"model": self.model, **fields, **self.extra}
         body = {name: value for name, value in given.items() if value is not None}
         try:
+            # NaN and infinities are Python's own; JSON has none, and servers refuse them.
             content = json.dumps(body, allow_nan=False).encode()
         except ValueError as problem:
             raise Unrepresentable(f"the request cannot be written as JSON ({problem})") from None
@@ -140,7 +142,7 @@ class Endpoint:
         return max(self._growing(state), state.outcome.exception().pause)
 
     async def _attempt(self, content: bytes) -> dict:
-        # Another request may lengthen the pause while this one waits.
+        # A loop, because another request may lengthen the pause while this one waits.
         while (pause := self._open_again - time.monotonic()) > 0:
             await asyncio.sleep(pause)
         try:
@@ -187,10 +189,10 @@ class Endpoint:
 class EndpointEngine(Engine):
     """`Engine` on an endpoint, with at most `concurrent` requests at a time.
 
-    `codec` is the student's. `problems` says why the turn of a session has no tokens; later turns
-    of that session have none either. Requests run in an event loop of their own, in a thread that
-    never touches the codec: tokenizers are for one thread. Close the engine, or use it as a context
-    manager.
+    `codec` is the student's. `problems` says why the turn of a session has no tokens. Later turns
+    of that session have none either. Requests run in an event loop of their own, in another thread.
+    That thread never touches the codec, because a tokenizer is safe in one thread only. Close the
+    engine, or use it as a context manager.
     """
 
     def __init__(self, endpoint: Endpoint, codec: Codec, dialect: Dialect, *, concurrent: int = 16):
@@ -199,10 +201,11 @@ class EndpointEngine(Engine):
         self.endpoint = endpoint
         self.codec = codec
         self.dialect = dialect
-        self.problems: dict[int, str] = {}  # by session
+        self.problems: dict[int, str] = {}  # session → why its turn has no tokens
         self._asked: dict[Future, tuple[TurnRequest, Reading]] = {}
-        self._unsent: list[TurnRequest] = []  # cannot be sent; the next step returns them
-        self._places = asyncio.Semaphore(concurrent)
+        # Requests that cannot be written as messages. The next step returns empty turns for them.
+        self._unsent: list[TurnRequest] = []
+        self._places = asyncio.Semaphore(concurrent)  # one for every request under way
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True)
         self._thread.start()
@@ -268,9 +271,9 @@ class EndpointEngine(Engine):
         return turns
 
     def release(self, sessions: Sequence[int]) -> None:
-        """Forget the turns of these sessions that are under way.
+        """Forget the unfinished turns of these sessions.
 
-        Their connections are closed, which makes most servers stop working on them.
+        This closes their connections, which makes most servers stop working on them.
         """
         gone = set(sessions)
         self._unsent = [request for request in self._unsent if request.session not in gone]
@@ -286,7 +289,7 @@ class EndpointEngine(Engine):
         fields |= {
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_new_tokens,
-            "seed": request.seed % 2**31,  # servers take 32 bits with a sign
+            "seed": request.seed % 2**31,  # servers take a signed 32-bit number
         }
         if sampling.top_p < 1:
             fields["top_p"] = sampling.top_p
@@ -300,15 +303,19 @@ class EndpointEngine(Engine):
         finish = choice.get("finish_reason")
         if finish == "content_filter":
             raise Unrepresentable("the server filtered the answer")
+        # Untrusted: a special token that the server writes as text must not become a real one.
         ids = self.codec.untrusted(read(choice["message"]))
         ids = ids + self.codec.trusted(self.codec.form.closing)
         origins = [int(Origin.SAMPLED)] * len(ids)
-        logprobs = [float("nan")] * len(ids)  # unknown
+        logprobs = [float("nan")] * len(ids)  # the server's tokens may be others
         return TurnOutput(ids, origins, logprobs, [], "length" if finish == "length" else "eos")
 
 
 def _retry_after(value: str) -> float:
-    """Seconds that a Retry-After header asks for, as a number or a date; 0 without one."""
+    """Seconds that a Retry-After header asks for, 0 without one.
+
+    The header is a number of seconds or a date.
+    """
     try:
         seconds = float(value)
     except ValueError:

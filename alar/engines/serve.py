@@ -2,12 +2,12 @@
 
     python -m alar.engines.serve FOLDER --port 8000 [any option of vLLM's server]
 
-It sets the scheduler class, the logits processor, the worker extension and the chat history;
-everything else is vLLM's. A request chooses its mode with `vllm_xargs`: {"latent_mode": "free" |
-"latent" | "think" | "off"}, and asks for its z with {"latent_record": KEY}, to be fetched once from
-GET /v1/latents/KEY. The other options: `alar.engines.vllm.turns`.
+It sets the scheduler class, the logits processor, the worker extension and the chat history.
+Everything else is vLLM's. A request chooses its mode with `vllm_xargs`: {"latent_mode": "free" |
+"latent" | "think" | "off"}. It asks for its z with {"latent_record": KEY}; then they can be fetched
+once from GET /v1/latents/KEY. `alar.engines.vllm.turns` lists the other options.
 
-The same from Python, as a process that ends with this one:
+From Python, the same server runs as a process that ends with this one:
 
     with Server(FOLDER, log="server.log") as server:
         httpx.get(f"{server.address}/v1/models")
@@ -39,23 +39,23 @@ from alar.engines.vllm.checks import (
     stored_dtype,
 )
 
-SET_HERE = {
+SET_HERE = {  # option of vLLM's server → its value
     "--scheduler-cls": SCHEDULERS[True],
     "--logits-processors": FORCER,
     "--worker-extension-cls": WORKER,
 }
+# A user may not give these options: latent blocks are exact only with the values set here.
 REFUSED = ("--model", "--async-scheduling", "--no-async-scheduling", *SET_HERE)
 WITH_PARENT = "--end-with-parent"  # ours, for `Server`; vLLM does not see it
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_PDEATHSIG = 1  # prctl's "signal me when my parent dies", from linux/prctl.h
 
 
 class Server:
-    """`python -m alar.engines.serve FOLDER OPTIONS` as a process of its own, answering once this
-    object exists.
+    """`python -m alar.engines.serve FOLDER OPTIONS` as a process of its own.
 
-    It ends when it is closed or this process ends, however that happens. What it prints goes to
-    `log`. Raises EngineRefused with the end of the log if it stops before it answers, or does not
-    answer within `patience` seconds.
+    It answers once this object exists. It ends when it is closed or when this process ends, however
+    that happens. What it prints goes to `log`. Raises EngineRefused with the end of the log if it
+    stops before it answers, or does not answer within `patience` seconds.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class Server:
                 env={**os.environ, **environment},
                 stdout=stream,
                 stderr=stream,
-                start_new_session=True,  # vLLM's workers then belong to one group
+                start_new_session=True,  # so that `close` can end vLLM's workers as one group
             )
         try:
             self._wait(time.monotonic() + patience)
-        except BaseException:
+        except BaseException:  # an interrupt too must not leave a server behind
             self.close()
             raise
 
@@ -123,12 +123,16 @@ class Server:
 
 
 def server_arguments(argv: list[str]) -> list[str]:
-    """Arguments of vLLM's server for `FOLDER [options]`. Raises EngineRefused for options that this
-    module sets."""
+    """The arguments of vLLM's server for `FOLDER [options]`.
+
+    Raises EngineRefused for options that this module sets, and for a folder without a latent
+    checkpoint.
+    """
     if not argv or argv[0].startswith("-"):
         raise EngineRefused("usage: python -m alar.engines.serve FOLDER [options of vLLM's server]")
     folder, options = argv[0], argv[1:]
     for option in options:
+        # vLLM takes --a_b for --a-b, and --a=b for --a b.
         if option.split("=")[0].replace("_", "-") in REFUSED:
             raise EngineRefused(
                 f"{option} is set by alar.engines.serve; latent blocks are exact with its value"
@@ -149,6 +153,8 @@ def server_arguments(argv: list[str]) -> list[str]:
         ours += [option, value]
     ours += ["--middleware", f"{ROOM}.history.LatentHistory"]
     given = {option.split("=")[0] for option in options}
+    # A user may override these two. By default vLLM would take sampling parameters from the
+    # checkpoint, and narrow float32 to 16 bits.
     for option, value in {"--generation-config": "vllm", "--dtype": stored_dtype(folder)}.items():
         if option not in given:
             ours += [option, value]

@@ -1,8 +1,8 @@
 """Checkpoints: a folder with the weights (the projector among them), the config, the tokenizer.
 
 - `from_base` makes a latent model from a checkpoint of a known family: a hub id, a local folder, or
-  "embedded", the base models that are shipped with the package.
-- `save` and `load` move it to and from the disk. Every tensor keeps its dtype; LoRA adapters are
+  "embedded", a base model that is shipped with the package.
+- `save` and `load` move it to and from the disk. Every tensor keeps its dtype. LoRA adapters are
   merged.
 
 Missing weights are an error; they are never filled in at random.
@@ -25,7 +25,7 @@ from alar.model.families import FAMILIES, LatentOptions
 
 
 def embedded(domain: str = "search") -> Path:
-    """Folder of the shipped base model of a domain."""
+    """The folder of the shipped base model of a domain. FileNotFoundError if there is none."""
     models = Path(__file__).parent / "embedded"
     if not (models / domain / "model.safetensors").exists():
         shipped = sorted(path.parent.name for path in models.glob("*/model.safetensors"))
@@ -39,7 +39,7 @@ def embedded(domain: str = "search") -> Path:
 
 @contextmanager
 def _quiet():
-    """Without transformers' loading report and bars: missing weights are an error here."""
+    """Silence transformers' loading report and bars. They would call a new projector missing."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -64,7 +64,7 @@ def load_base(base: str | Path, domain: str = "search"):
 
 
 def base_config(source: str):
-    """The config of a folder or hub id. OSError says what to do if neither can be reached."""
+    """The config of a folder or hub id. If neither can be reached, OSError says what to do."""
     if Path(source).is_dir() and not (Path(source) / "config.json").exists():
         raise FileNotFoundError(
             f"model.base {source!r} is a folder without config.json: no checkpoint is here"
@@ -90,9 +90,9 @@ def from_base(
 ) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
     """(latent model, tokenizer) from an ordinary model, whose weights stay as they are.
 
-    The projector is new, drawn with `seed`. `<|latent|>` takes the first spare row of the embedding
-    table. `dtype` is that of the trunk ("auto": as stored); the projector is float32 in any case.
-    `projector_options` are fields of `LatentOptions`.
+    The projector is new and drawn with `seed`. `<|latent|>` takes the first spare row of the
+    embedding table. `dtype` is that of the trunk ("auto": as stored). The projector is always
+    float32. `projector_options` are fields of `LatentOptions`.
 
     Raises ValueError for K outside 0 to 16, for an architecture without a latent version, and for
     an embedding table without a spare row.
@@ -107,7 +107,7 @@ def from_base(
             f"{', '.join(FAMILIES)} (alar/model/families.py says how to add one)"
         )
     tokenizer = AutoTokenizer.from_pretrained(source)
-    latent_token_id = len(tokenizer)
+    latent_token_id = len(tokenizer)  # the first id that no token has
     if latent_token_id >= origin.vocab_size:
         raise ValueError(
             f"{source}: the embedding table has {origin.vocab_size} rows and the tokenizer uses all"
@@ -124,10 +124,10 @@ def from_base(
     unknown = set(projector_options) - set(LatentOptions.__annotations__)
     if unknown:
         raise TypeError(f"unknown projector option {', '.join(sorted(unknown))}")
-    config_class, model_class = FAMILIES[origin.model_type]
+    config_class, model_class = FAMILIES[origin.model_type]  # the latent classes
     settings = origin.to_dict()
     for name in ("model_type", "architectures", "transformers_version"):
-        settings.pop(name, None)  # these are the base's own
+        settings.pop(name, None)  # they name the base's classes and the version that wrote it
     settings |= {"num_latent": num_latent, "latent_token_id": latent_token_id}
     config = config_class(**settings | projector_options)
     torch.manual_seed(seed)
@@ -135,6 +135,7 @@ def from_base(
         model, info = model_class.from_pretrained(
             source, config=config, dtype=dtype, output_loading_info=True
         )
+    # A base has no projector, so only the projector's weights may be missing.
     stray = [key for key in info["missing_keys"] if ".projector." not in key]
     if stray:
         raise ValueError(
@@ -145,31 +146,34 @@ def from_base(
 
 
 def _reset_projector(model, seed: int) -> None:
-    """A new float32 projector that depends on `seed` alone, not on what loading drew before."""
+    """Give the model a new float32 projector. It depends on `seed` alone, not on earlier draws."""
     size = model.config.projector_scale
     if size not in ("one", "embedding_rms"):
         raise ValueError(f"projector_scale {size!r}: expected 'one' or 'embedding_rms'")
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # again: loading has drawn numbers since
     fresh = type(model.model.projector)(model.config)
     if size == "embedding_rms" and hasattr(fresh, "scale"):
         weight = model.get_input_embeddings().weight.detach().float()  # (V, H)
+        # The RMS of the table: z then has the size of the embeddings that the trunk knows.
         fresh.scale.fill_(weight.pow(2).mean().sqrt())
+    # Float32 beside a trunk of any dtype: in bfloat16 the LayerNorm gain never moves at lr 1e-4.
     model.model.projector = fresh
 
 
 def save(model, tokenizer, folder: str | Path) -> Path:
     """Write one checkpoint folder, which replaces whatever stands there.
 
-    It is written beside its place first, so that a half-written one is never taken for a whole one.
-    A model wrapped by peft is written with its adapters merged; in memory it stays as it is. Raises
-    ValueError if adapters stand in a model without their wrapper, because their weights could not
-    be told from the model's own.
+    The folder is written under another name first, so that nobody takes a half-written one for a
+    whole one. If peft wraps the model, the adapters are merged in the folder, and the model in
+    memory stays as it is. Raises ValueError if a model holds adapters without their wrapper,
+    because their weights could not be told from the model's own.
     """
     folder = Path(folder)
     partial = folder.with_name(folder.name + ".partial")
-    _remove(partial)
+    _remove(partial)  # what an interrupted save has left
     folder.parent.mkdir(parents=True, exist_ok=True)
     plain = _merged(model)
+    # peft's names for a wrapped weight and for its adapters.
     if any(".base_layer." in name or "lora_" in name for name in plain.state_dict()):
         raise ValueError(
             f"{folder}: the model holds peft adapters; save the wrapped model or merge_and_unload()"
@@ -179,16 +183,16 @@ def save(model, tokenizer, folder: str | Path) -> Path:
         plain.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     _remove(folder)
-    return partial.rename(folder)
+    return partial.rename(folder)  # one step on one file system
 
 
 def _merged(model):
-    """The plain model; adapters are folded into a copy of the weights."""
+    """The model without peft. Adapters are merged into a copy of its weights."""
     return copy.deepcopy(model).merge_and_unload() if isinstance(model, PeftModel) else model
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder with all that it holds, or a link but not what it points to."""
+    """Delete a folder and all that it holds. Of a link, only the link itself is deleted."""
     if folder.is_symlink() or folder.is_file():
         folder.unlink()
     elif folder.exists():
@@ -196,7 +200,7 @@ def _remove(folder: Path) -> None:
 
 
 def usual_device() -> torch.device:
-    """Where one process computes: on the first GPU that it sees, else on the CPU.
+    """The device on which one process computes: the first GPU that it sees, else the CPU.
 
     CUDA_VISIBLE_DEVICES="" hides the GPUs.
     """
@@ -210,12 +214,11 @@ def load(
     dtype: torch.dtype | str = torch.float32,
     device: torch.device | str | None = None,
 ) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
-    """(model, tokenizer) of a latent checkpoint folder or of an ordinary base, ready for inference
-    on `device` (`usual_device`).
+    """(model, tokenizer) of a checkpoint folder, latent or ordinary, ready for inference.
 
-    `dtype` is that of the trunk ("auto": as stored); the projector is float32 in any case.
-    `num_latent`, if given, must be the K of the checkpoint. Raises FileNotFoundError if there is no
-    checkpoint, and ValueError for another K or for missing weights.
+    `device` is `usual_device()` by default. `dtype` is that of the trunk ("auto": as stored). The
+    projector is always float32. `num_latent`, if given, must be the K of the checkpoint. Raises
+    FileNotFoundError if there is no checkpoint, and ValueError for another K or missing weights.
     """
     folder = Path(folder)
     if not (folder / "config.json").exists():
@@ -226,12 +229,12 @@ def load(
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, output_loading_info=True
         )
-    missing = sorted(info["missing_keys"])
+    missing = sorted(info["missing_keys"])  # transformers has filled these in at random
     if missing:
         only_projector = all("projector" in key for key in missing)
         what = "the projector" if only_projector else f"weights ({missing[0]}, …)"
         raise ValueError(f"{folder}: {what} missing from the checkpoint; save the model again")
-    found = getattr(model.config, "num_latent", None)
+    found = getattr(model.config, "num_latent", None)  # None for an ordinary model
     if num_latent is not None and found != num_latent:
         raise ValueError(
             f"{folder}: the checkpoint has K = {found}, but K = {num_latent} was asked for"

@@ -7,7 +7,7 @@ Nothing of verl is copied or patched; each part of ours sits where verl has an e
     settings    one `Job` (model, prompts, environment, config, strategy) as verl's configuration
     external    `model.external_lib`, which every process imports: registers what follows
     engine      the FSDP engine: latent positions, vocabulary, frozen projector, learning rate
-    loss        verl's own policy loss, and how far the actor is from what sampled
+    loss        verl's own policy loss, and how far the actor is from the policy that sampled
     worker      the worker that holds the engines, and writes checkpoint folders
     rollout     the in-process engine as a rollout server, with verl's route for new weights
     vllm        vLLM with our plugin as a rollout server (not yet run on a GPU)

@@ -1,11 +1,11 @@
-"""The agent loop under verl: `alar.rollout.loop` over a whole step, its trajectories put into
-verl's queue.
+"""The agent loop under verl: it runs `alar.rollout.loop` over a whole step and puts the
+trajectories into verl's queue.
 
 verl asks two things of an agent loop manager: take a batch of prompts, and put finished
 trajectories into the TransferQueue. Each worker runs our loop over its prompts × group in a thread,
 with the rows, seeds and forced modes of the single-process trainer. For each trajectory it reports
-token ids, the mask of SAMPLED tokens, their behaviour log-probs, z if they are to be fed as
-recorded, and a `TrajectorySummary` for rewards, credit and metrics.
+token ids, the mask of SAMPLED tokens, their behaviour log-probs, and a `TrajectorySummary` for
+rewards, credit and metrics. It adds the z if the actor is to be fed the recorded ones.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ logger = logging.getLogger(__name__)
 
 
 class LatentOutput(AgentLoopOutput):
-    """One rollout; `latents` (N, H) go to the actor beside the tokens, never into the queue's own
-    fields."""
+    """One rollout. `latents` (N, H) travel to the actor as a multi-modal input beside the tokens.
+
+    They never enter the queue's own fields.
+    """
 
     latents: Any = None
 
@@ -61,10 +63,13 @@ def to_output(
     cached: bool,
     explorer: bool = False,
 ) -> LatentOutput:
-    """verl's form of a trajectory: everything after the prompt is the response, the mask is 1 on
-    SAMPLED tokens only."""
+    """verl's form of a trajectory. Everything after the prompt is the response, with observations.
+
+    The mask is 1 on SAMPLED tokens only. `p_latent` has one probability per turn, or none;
+    `cached`: send z along.
+    """
     trajectory.check()
-    prompt = trajectory.turns[0].start
+    prompt = trajectory.turns[0].start  # tokens before the first turn
     origins, logprobs = trajectory.origins[prompt:], trajectory.logprobs[prompt:]
     note = asdict(TrajectorySummary.of(trajectory, codec, explorer=explorer)) | {
         "prompt_length": prompt,
@@ -75,13 +80,16 @@ def to_output(
         response_ids=trajectory.ids[prompt:],
         response_mask=[int(origin == Origin.SAMPLED) for origin in origins],
         response_logprobs=[
-            lp if origin == Origin.SAMPLED else 0.0 for origin, lp in zip(origins, logprobs)
+            # 0 in place of NaN, which would survive a product with the mask.
+            lp if origin == Origin.SAMPLED else 0.0
+            for origin, lp in zip(origins, logprobs)
         ],
         reward_score=float(trajectory.correct),
         num_turns=len(trajectory.turns),
         metrics=AgentLoopMetrics(),
         latents=torch.as_tensor(trajectory.latents) if cached and len(trajectory.latents) else None,
         extra_fields={
+            # verl asks which weights wrote a rollout; here one step's weights wrote all of it.
             "min_global_steps": step,
             "max_global_steps": step,
             "alar": note,  # for training
@@ -94,13 +102,13 @@ def to_output(
 
 
 class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
-    """`generate_sequences` returns at once; the batch is written in the background, as verl
-    expects."""
+    """verl's agent loop worker. `generate_sequences` returns at once, as verl expects; the batch
+    is written in the background."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.job = Job.from_json(OmegaConf.to_container(self.config.alar, resolve=True))
-        self.retrieval = dict(self.job.environment)
+        self.retrieval = dict(self.job.environment)  # settings of the environment, less `domain`
         self.domain = catalogue.of(self.retrieval.pop("domain", "search"))
         self.environment: Environment | None = None  # made with the first prompts
         self.codec = Codec(
@@ -122,13 +130,13 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             for i in range(len(batch))
         ]
         task = asyncio.create_task(self._write(prompts, validate, first_row, server))
-        self.background_tasks.add(task)
+        self.background_tasks.add(task)  # asyncio keeps only a weak reference to a task
         task.add_done_callback(self.background_tasks.discard)
 
     async def _write(
         self, prompts: list[dict], validate: bool, first_row: int, server: int
     ) -> None:
-        """Write the groups of some prompts, and mark each finished, or failed with the reason."""
+        """Write the groups of some prompts. Mark each as finished, or as failed with the reason."""
         partition = "val" if validate else "train"
         for prompt in prompts:
             await tq.async_kv_put(
@@ -137,11 +145,12 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         tag = {"status": "finished"}
         try:
             group = 1 if validate else self.job.strategy.sampler.group_size
+            # Prompt-major: the rows of a group follow one another.
             questions = [
                 question_of(prompt["extra_info"]) for prompt in prompts for _ in range(group)
             ]
             step = int(prompts[0]["global_steps"])
-            self.events = asyncio.get_running_loop()
+            self.events = asyncio.get_running_loop()  # `ServedEngine` sends its requests there
             outputs = await asyncio.to_thread(
                 self._rollouts, questions, step, validate, first_row * group, server
             )
@@ -151,14 +160,14 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                     output, validate, session_id=index % group, **prompt
                 )
         except Exception as error:
-            # Whatever it is, the trainer hears of it through the queue and stops.
+            # Whatever it is, the trainer reads it from the queue and stops.
             tag = {"status": "failure", "error": f"{type(error).__name__}: {error}"}
             logger.exception("the rollouts of a batch failed")
         for prompt in prompts:
             await tq.async_kv_put(key=prompt["uid"], partition_id=partition, tag=tag)
 
     def alive(self) -> bool:
-        return True
+        return True  # the answer itself is the news, see `LatentReplayBuffer.watched`
 
     def _rollouts(
         self, questions: list[Question], step: int, validate: bool, first_row: int, server: int
@@ -169,7 +178,7 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             plain = self.domain.environment(questions, **self.retrieval)
             self.environment = reward.environment(plain)
         if validate:
-            temperature, modes, seed, first_row = 0.0, reward.modes, 0, 0
+            temperature, modes, seed, first_row = 0.0, reward.modes, 0, 0  # greedy
         else:
             temperature, seed = job.rl.temperature, sampler.rollout_seed(step)
             modes = sampler.modes(step) if reward.modes == "free" else "off"
@@ -186,7 +195,8 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         )
         rows = range(len(trajectories))
         explorer = [not validate and sampler.explores(first_row + row) for row in rows]
-        p_latent: dict[int, list[float]] = {}  # of the rows whose modes were all the policy's own
+        # Row → p(latent | state) of each turn, for the rows whose modes the policy chose itself.
+        p_latent: dict[int, list[float]] = {}
         free = [row for row in rows if not explorer[row]]
         if free and not validate and reward.modes == "free":
             found = engine.latent_probabilities([trajectories[row] for row in free])
@@ -219,18 +229,19 @@ class LatentAgentLoopManager(AgentLoopManagerTQ):
         self.agent_loop_workers_class = ray.remote(LatentAgentLoopWorker)
 
     def generate_sequences(self, prompts: TensorDict) -> None:
+        # There is one HF server per training process; the workers share them out in turn.
         servers = self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
         row, calls = 0, []
         for number, (worker, chunk) in enumerate(
             zip(self.agent_loop_workers, prompts.chunk(len(self.agent_loop_workers)))
         ):
             calls.append(worker.generate_sequences.remote(chunk, row, number % servers))
-            row += len(chunk)
+            row += len(chunk)  # the first prompt of the next worker, so that seeds do not repeat
         ray.get(calls)
 
 
 def _plain(value: Any, index: int) -> Any:
-    """The value of one prompt in a batch."""
+    """The value of prompt `index` in a batch's column, without tensordict's wrappers."""
     if isinstance(value, torch.Tensor):
         return value[index]
     if isinstance(value, NonTensorData):

@@ -1,9 +1,9 @@
 """A verl platform without accelerators, so that the real trainer runs on a laptop and in tests.
 
-`alar.engines.verl.launch` chooses it where `Job.gpus` is 0, with `VERL_PLATFORM=cpu` and
-`VERL_USE_EXTERNAL_MODULES=alar.engines.verl.cpu`. verl calls `torch.cuda`'s functions on its
-platform's device module; here they do nothing or answer for the main memory. Ray's logical GPUs
-stand for processes.
+`alar.engines.verl.launch` chooses it if `Job.gpus` is 0, with `VERL_PLATFORM=cpu` and
+`VERL_USE_EXTERNAL_MODULES=alar.engines.verl.cpu`. verl calls the functions of `torch.cuda` on its
+platform's device module. Here they do nothing, or they answer for the main memory. Ray's logical
+GPUs stand for processes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-NOTHING = (
+NOTHING = (  # functions of `torch.cuda` that have nothing to do on a CPU
     "empty_cache",
     "synchronize",
     "set_device",
@@ -27,7 +27,7 @@ NOTHING = (
     "set_per_process_memory_fraction",
     "set_rng_state",
 )
-ZERO = (
+ZERO = (  # functions of `torch.cuda` that return a count of bytes, or a device number
     "memory_allocated",
     "memory_reserved",
     "max_memory_allocated",
@@ -43,13 +43,14 @@ def _device_module() -> types.ModuleType:
         setattr(module, name, lambda *args, **kwargs: None)
     for name in ZERO:
         setattr(module, name, lambda *args, **kwargs: 0)
+    # (free, total) bytes.
     module.mem_get_info = lambda *args, **kwargs: (memory.available, memory.total)
     module.get_device_properties = lambda *args, **kwargs: types.SimpleNamespace(
         name="cpu", total_memory=memory.total
     )
     module.get_device_name = lambda *args, **kwargs: "cpu"
     module.device_count = lambda: 1
-    module.is_available = lambda: False
+    module.is_available = lambda: False  # no accelerator; the platform itself is available
     module.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     module.Stream, module.stream = torch.cpu.Stream, torch.cpu.stream
     module.current_stream = torch.cpu.current_stream
@@ -89,13 +90,13 @@ class PlatformCPU(PlatformBase):
         pass
 
     def get_device_capability(self, device_index=0):
-        return None, None
+        return None, None  # CUDA's (major, minor)
 
     def communication_backend_name(self):
         return "gloo"
 
     def visible_devices_envvar(self):
-        return "CUDA_VISIBLE_DEVICES"
+        return "CUDA_VISIBLE_DEVICES"  # Ray sets it for its logical GPUs as well
 
     @contextmanager
     def nvtx_range(self, msg):
@@ -108,13 +109,13 @@ class PlatformCPU(PlatformBase):
         pass
 
     def ray_resource_name(self):
-        return "GPU"
+        return "GPU"  # Ray's logical resource, see `settings.hydra_values`
 
     def ray_noset_envvars(self):
         return []
 
     def is_ipc_supported(self):
-        return False
+        return False  # sharing device memory between processes
 
     def cudart(self):
         return None

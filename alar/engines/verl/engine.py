@@ -1,15 +1,16 @@
-"""verl's FSDP2 engine for latent models: the hooks that verl leaves to subclasses, nothing more.
+"""verl's FSDP2 engine for latent models. It overrides the hooks that verl leaves to subclasses, and
+nothing more.
 
-- Sequences travel packed in one row. `segment_ids` tells them apart, so that every z sees its own
-  sequence only. z are recomputed by the model's own weights, or fed as recorded (`rl.latents`)
-  through verl's multi-modal inputs.
+- Sequences travel packed in one row. `segment_ids` tells them apart, so that every z sees only its
+  own sequence. The model's own weights recompute z, or z are fed as recorded (`rl.latents`) through
+  verl's multi-modal inputs.
 - Probabilities are those of the rollout: the latent id and the spare rows after it have none.
-- The projector is frozen or trained (`rl.train_projector`), also beside LoRA, and is an FSDP unit
+- The projector is frozen or trained (`rl.train_projector`), with LoRA as well. It is an FSDP unit
   of its own.
 - The learning rate follows `learning_rate_at`, as in the single-process trainer.
 
-On GPUs the trunk and the projector compute in bfloat16 over float32 weights; that path is written
-and not yet run.
+On GPUs the trunk and the projector compute in bfloat16 over float32 weights. That path is written
+but has not run yet.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from alar.engines.verl.settings import VENDOR
 from alar.rl.config import RLConfig, learning_rate_at
 
-# Logit of an id that cannot be chosen: exp gives 0 in every dtype, and no NaN as with −∞.
+# Logit of an id that cannot be chosen. Its exp is 0 in every dtype, and unlike −∞ it gives no NaN.
 EXCLUDED = -1e4
 
 
@@ -65,12 +66,13 @@ class LatentFSDPEngine(FSDPEngineWithLMHead):
     def _build_module(self):
         module = super()._build_module()
         projector = module.model.projector.requires_grad_(self.rl.train_projector)
-        units = module._no_split_modules or ()  # of FSDP2
+        units = module._no_split_modules or ()  # names of the classes that FSDP2 shards one by one
         module._no_split_modules = [*units, type(projector).__name__]
         return module
 
     def _build_lora_module(self, module):
         module = super()._build_lora_module(module)
+        # peft has frozen everything but its adapters, the projector too.
         module.get_base_model().model.projector.requires_grad_(self.rl.train_projector)
         return module
 
@@ -95,12 +97,12 @@ class LatentFSDPEngine(FSDPEngineWithLMHead):
 
     def prepare_model_inputs(self, micro_batch):
         inputs, arguments = super().prepare_model_inputs(micro_batch)
-        lengths = micro_batch["input_ids"].offsets().diff()
+        lengths = micro_batch["input_ids"].offsets().diff()  # (B,) tokens of each sequence
         numbers = torch.arange(1, len(lengths) + 1, device=lengths.device)
         inputs["segment_ids"] = numbers.repeat_interleave(lengths)[None]  # (1, tokens)
         inputs.pop("position_ids")  # every segment starts at 0
         if self.rl.latents == "cached":
-            # Also where this rank has none, so that all ranks make the same calls.
+            # A rank without latents gets them too, (0, H), so that all ranks make the same calls.
             width = self.model_config.hf_config.hidden_size
             inputs.setdefault("latents", torch.zeros(0, width, device=lengths.device))
         else:
@@ -117,8 +119,10 @@ class LatentFSDPEngine(FSDPEngineWithLMHead):
         )
 
     def _merged_lora_per_tensor_param(self):
-        """Whole weights with the adapters merged, in the dtype they are trained in; verl's own
-        would round to bfloat16."""
+        """Whole weights with the adapters merged, in the dtype in which they are trained.
+
+        verl's own method would round them to bfloat16.
+        """
         device = get_device_id()
         try:
             with merged_lora_context(self.module, backup_adapters=True):

@@ -1,14 +1,14 @@
 """Starting, following, resuming and ending a verl job.
 
     from alar.engines.verl.launch import run_job
-    folder = run_job(Job(...), log=print)     # a subprocess; rows of metrics.jsonl as they come
+    folder = run_job(Job(...), log=print)     # a subprocess; prints rows of metrics.jsonl
 
 The same job by hand, or on a cluster's head node:
 
     python -m alar.engines.verl.launch FOLDER/job.json
 
-A job that was stopped goes on from `FOLDER/state` when it is started again with the same settings.
-It ends with the checkpoint folder `FOLDER/checkpoint`, which `alar.model.load` reads.
+If a stopped job is started again with the same settings, it goes on from `FOLDER/state`. It ends
+with the checkpoint folder `FOLDER/checkpoint`, which `alar.model.load` reads.
 
 Several nodes. Install the package and its engines on all of them, and put the model, the prompts
 and FOLDER on a shared file system. Start Ray first; the job then joins it:
@@ -53,26 +53,27 @@ from alar.records import Question
 from alar.rl.config import RLConfig
 from alar.rl.strategy import Strategy
 
-FOLLOWED = "--followed"
+FOLLOWED = "--followed"  # tells the driver that `run_job` watches it
 TAIL = 25  # lines of the log that an error shows
+# Settings of the machines. They may differ when a job is started again.
 MACHINES = {"overrides", "gpus", "nodes", "processes", "tensor_parallel", "rollout", "threads"}
 
 
 class JobFailed(RuntimeError):
-    """The job ended with an error; the message holds the end of its log and how to go on."""
+    """The job ended with an error. The message gives the end of its log and says how to go on."""
 
 
 def run_job(job: Job, log: Callable[[dict], None] = print, *, poll: float = 0.5) -> Path:
     """Run a job to its end and return its checkpoint folder.
 
-    `log` gets every row of metrics, those before a resume too. Raises VerlUnavailable without verl,
-    ValueError where the folder holds a job with other settings, JobFailed for an error.
+    `log` gets every row of metrics, also those from before a resume. Raises VerlUnavailable without
+    verl, ValueError if the folder holds a job with other settings, and JobFailed if the job fails.
     """
     require_verl()
     folder = Path(job.folder)
     _prepare(job, folder)
     with (folder / "job.log").open("ab") as output:
-        start = output.tell()
+        start = output.tell()  # bytes; a resumed job appends to the log of the first
         process = subprocess.Popen(
             [sys.executable, "-m", "alar.engines.verl.launch", str(job.save()), FOLLOWED],
             env=os.environ | environment_variables(job) | {"PYTHONPATH": _python_path()},
@@ -81,7 +82,7 @@ def run_job(job: Job, log: Callable[[dict], None] = print, *, poll: float = 0.5)
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that all processes of the job can be ended together
         )
-    seen = 0
+    seen = 0  # rows of metrics that `log` has had
     try:
         while process.poll() is None:
             time.sleep(poll)
@@ -113,13 +114,13 @@ def verl_job(
     engine: str = "hf",
     **limits: int,
 ) -> Job:
-    """A job on all GPUs of this machine (and of `rl.nodes` like it), or in one CPU process; its
-    prompts are written to `folder`.
+    """A job on all GPUs of this machine and of `rl.nodes` like it, or in one CPU process.
 
-    `environment`: the `domain` and the settings of its environment (`alar.domains.catalogue`).
-    `engine`: "hf", the in-process engine, or "vllm". `limits`: `max_turns`, `max_new_tokens` and
-    `batch_size`, as `ARGRPO` takes them. Raises ValueError for a checkpoint with its own codec,
-    because verl's log-probs do not know its constraint.
+    It writes the prompts to `folder`. `environment` gives the `domain` and the settings of its
+    environment (`alar.domains.catalogue`). `engine` is "hf", the in-process engine, or "vllm".
+    `limits` are `max_turns`, `max_new_tokens` and `batch_size`, as `ARGRPO` takes them. Raises
+    ValueError for a checkpoint with its own codec, because verl's log-probs do not know its
+    constraint.
     """
     folder = Path(folder)
     config = Path(model) / "config.json"
@@ -127,13 +128,14 @@ def verl_job(
         raise ValueError(
             f"{model}: has a codec of its own, which verl does not know; set rl.trainer to single"
         )
-    ordered = []
+    ordered = []  # the questions of step 1, then those of step 2, …
     for step in range(1, rl.steps + 1):
         ordered += strategy.sampler.prompts(questions, step)
     return Job(
         model=str(model),
         folder=str(folder),
         prompts=str(write_prompts(folder / "prompts.parquet", ordered)),
+        # verl wants a validation file even where nothing is validated.
         validation=str(write_prompts(folder / "validation.parquet", validation or ordered[:1])),
         rl=rl,
         strategy=strategy,
@@ -145,7 +147,7 @@ def verl_job(
 
 
 def _prepare(job: Job, folder: Path) -> None:
-    """Refuse a folder of another job; clear what a finished or interrupted ending left."""
+    """Refuse the folder of another job. Clear what an earlier end of this job left."""
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "job.json").exists() and job.state.exists():
         before, now = _algorithm(Job.read(folder / "job.json")), _algorithm(job)
@@ -155,20 +157,21 @@ def _prepare(job: Job, folder: Path) -> None:
                 f"{folder}: the job there was started with another {', '.join(changed)}; remove"
                 f" {job.state} to start anew"
             )
+    # Without this, a job that fails now would return the checkpoint of an earlier run.
     shutil.rmtree(job.checkpoint, ignore_errors=True)
     if not job.state.exists():
-        job.metrics.unlink(missing_ok=True)
+        job.metrics.unlink(missing_ok=True)  # the job starts anew, at step 1
 
 
 def _algorithm(job: Job) -> dict[str, Any]:
-    """What must stay the same when a job is started again; on which machines it runs may change."""
+    """The settings that must stay the same when a job is started again. Its machines may change."""
     plain = job.to_json()
     plain["rl"] = {key: value for key, value in plain["rl"].items() if key not in MACHINES}
     return {key: value for key, value in plain.items() if key not in MACHINES}
 
 
 def _new_rows(job: Job, seen: int) -> Iterator[dict]:
-    """Rows beyond the first `seen`; a line that is being written waits."""
+    """The rows beyond the first `seen`. A line that is half written waits for the next look."""
     try:
         yield from read_jsonl(job.metrics)[seen:]
     except (FileNotFoundError, ValueError):
@@ -176,8 +179,10 @@ def _new_rows(job: Job, seen: int) -> Iterator[dict]:
 
 
 def _end(process: subprocess.Popen, patience: float = 20.0) -> None:
-    """End the job's whole process group: the driver first, so that it can shut Ray down, then
-    whatever is left."""
+    """End the whole process group of the job. The driver ends first, so that it can shut Ray down.
+
+    `patience` is in seconds.
+    """
     for number, wait in ((signal.SIGTERM, patience), (signal.SIGKILL, 5.0)):
         if process.poll() is None:
             process.send_signal(number)
@@ -186,7 +191,7 @@ def _end(process: subprocess.Popen, patience: float = 20.0) -> None:
             except subprocess.TimeoutExpired:
                 continue
     try:
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)  # Ray's processes that outlived the driver
     except ProcessLookupError:
         pass
 
@@ -198,18 +203,18 @@ def _tail(path: Path, start: int) -> str:
 
 
 def _python_path() -> str:
-    """This package first, for the workers too, installed or not."""
+    """The PYTHONPATH of the job and its workers. This package comes first, installed or not."""
     return os.pathsep.join(
         filter(None, (str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")))
     )
 
 
 def _end_with_parent() -> None:
-    """End this job when the process that started and followed it is gone, such as a notebook's
-    kernel."""
+    """End this job when the process that follows it, such as a notebook's kernel, is gone."""
 
     def wait():
-        # Below Python's buffers: a daemon thread would hold their lock at the interpreter's end.
+        # stdin ends when that process dies. `os.read` avoids sys.stdin, whose lock a daemon thread
+        # would still hold when the interpreter ends.
         while os.read(0, 1024):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
@@ -218,10 +223,10 @@ def _end_with_parent() -> None:
 
 
 def drive(path: str, *options: str) -> None:
-    """The driver: compose verl's configuration, start or join Ray, run the task."""
+    """The driver of a job. It composes verl's configuration, starts or joins Ray, runs the task."""
     require_verl()
     job = Job.read(path)
-    # Before verl is imported, because it chooses its platform then.
+    # This must come before the import of verl, which chooses verl's platform.
     os.environ.update(environment_variables(job))
     if FOLLOWED in options:
         _end_with_parent()
@@ -230,6 +235,7 @@ def drive(path: str, *options: str) -> None:
 
     from alar.engines.verl.trainer import LatentTaskRunner
 
+    # As an exception, so that `finally` runs. 143 = 128 + SIGTERM, as a shell reports it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         config = compose(job)

@@ -1,5 +1,5 @@
-"""The policy loss under verl: its own PPO loss, and how far the actor is from the policy that
-sampled."""
+"""The policy loss under verl: verl's own PPO loss, and a metric of how far the actor is from the
+policy that sampled."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def alar_loss(
     config=None,
     rollout_is_weights=None,
 ):
-    """`compute_policy_loss_vanilla`; log-probs outside the mask, of ids that nobody chose, are set
-    to 0 first.
+    """`compute_policy_loss_vanilla`, after setting the log-probs outside the mask to 0.
 
-    `old_log_prob` are the behaviour log-probs. The additional metric `actor/ratio_error` is the
-    largest |ρ − 1|, which verl averages over micro-batches.
+    Nobody chose the ids outside the mask. `old_log_prob` are the behaviour log-probs. The metric
+    `actor/ratio_error` is added: the largest |ρ − 1|, which verl averages over micro-batches.
     """
-    mask = response_mask.bool()
+    mask = response_mask.bool()  # (B, T), as the log-probs and advantages
+    # A forced id has 0 as its old log-prob and, if excluded, some −1e4 as its new one.
     log_prob, old_log_prob = log_prob.masked_fill(~mask, 0.0), old_log_prob.masked_fill(~mask, 0.0)
     loss, metrics = compute_policy_loss_vanilla(
         old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
     )
-    with torch.no_grad():
+    with torch.no_grad():  # ρ = exp(new − old); exactly 1 outside the mask
         metrics["actor/ratio_error"] = (log_prob - old_log_prob).exp().sub(1).abs().max().item()
     return loss, metrics

@@ -1,8 +1,8 @@
-"""The in-process engine behind verl's rollout registry, as "alar_hf": one server per training
-process.
+"""The in-process engine behind verl's rollout registry, as "alar_hf". Every training process has
+one server.
 
-A server holds a whole model and an `HFEngine`; the agent loop talks to it through `RemoteEngine`,
-so that a batch of rollouts makes the same calls, and gets the same numbers, as in one process. New
+A server holds a whole model and an `HFEngine`. The agent loop talks to it through `RemoteEngine`.
+So a batch of rollouts makes the same calls, and gets the same numbers, as in one process. New
 weights come by verl's route: the actor streams named tensors to the `BaseRollout` of its own
 process, which hands them to the server.
 """
@@ -27,7 +27,7 @@ from alar.rollout.modes import latent_probabilities
 
 
 def server_name(rank: int) -> str:
-    return f"alar_hf_server_{rank}"
+    return f"alar_hf_server_{rank}"  # Ray's name of the actor, by which other processes find it
 
 
 class HFServer:
@@ -45,6 +45,7 @@ class HFServer:
         ended = []
         while self.engine.busy and not ended:
             ended = self.engine.step()
+        # Without the requests: `RemoteEngine` has them, and their contexts are long.
         return [(request.session, output) for request, output in ended]
 
     def release(self, sessions: list[int]) -> None:
@@ -55,22 +56,24 @@ class HFServer:
 
     def update_weights(self, weights: dict[str, torch.Tensor]) -> None:
         load_whole(self.engine.model, weights)
-        self.engine.reset()
+        self.engine.reset()  # its KV caches belong to the old weights
 
     def nothing(self, *args, **kwargs) -> None:
-        """For verl's requests to sleep, wake up, profile or clear caches: memory is not shared
-        here."""
+        """The answer to verl's calls to sleep, wake up, profile or clear caches.
+
+        Those make room on a GPU that rollout and training share. Here they share none.
+        """
 
     wake_up = sleep = abort_all_requests = resume_generation = nothing
     clear_kv_cache = release_kv_cache = resume_kv_cache = start_profile = stop_profile = nothing
 
 
 class RemoteEngine(Engine):
-    """`Engine` on an `HFServer`: the same calls, one remote call each."""
+    """`Engine` on an `HFServer`. Every call of it is one remote call."""
 
     def __init__(self, server, codec: Codec):
         self.server, self.codec = server, codec
-        self.written: dict[int, TurnRequest] = {}
+        self.written: dict[int, TurnRequest] = {}  # session → the turn under way
 
     @property
     def busy(self) -> bool:
@@ -105,13 +108,13 @@ class HFReplica(RolloutReplica):
 
 
 class HFRollout(BaseRollout):
-    """The training process's side: takes the actor's weights and gives them to its server."""
+    """The training process's side: it takes the actor's weights and gives them to its server."""
 
     async def resume(self, tags):
-        pass
+        pass  # as `HFServer.nothing`
 
     async def release(self):
-        pass
+        pass  # as `HFServer.nothing`
 
     async def update_weights(self, weights, wire_format="named_tensors", **kwargs):
         if wire_format != "named_tensors" or kwargs.get("peft_config"):
@@ -119,6 +122,7 @@ class HFRollout(BaseRollout):
                 "alar_hf takes whole weights: leave the checkpoint engine naive and"
                 " model.lora.merge True"
             )
+        # Copies on the CPU: the actor goes on training its own tensors.
         whole = {name: tensor.detach().cpu().clone() for name, tensor in weights}
         server = ray.get_actor(server_name(torch.distributed.get_rank()))
         await server.update_weights.remote(whole)
@@ -130,7 +134,7 @@ def _vllm_replica():
     return server_classes()[1]
 
 
-# verl's registry of replicas has a method to register; that of the training side is a plain table.
+# verl registers replicas by a method, and the training side in a plain table.
 RolloutReplicaRegistry.register("alar_hf", lambda: HFReplica)
 RolloutReplicaRegistry.register("alar_vllm", _vllm_replica)
 _ROLLOUT_REGISTRY["alar_hf", "async"] = f"{__name__}.HFRollout"

@@ -1,8 +1,8 @@
 """One `Job` for verl, and verl's configuration made from it.
 
 `hydra_values` is a plain mapping from verl's dotted keys to values, so that a test or a reader can
-see everything that we set. `compose` lays it over verl's own defaults. `Job.overrides` comes last
-and may change memory, parallelism and logging; `refuse_wrong` refuses what would change the
+see everything that we set. `compose` lays it over verl's own defaults. `Job.overrides` comes last.
+It may change memory, parallelism and logging; `refuse_wrong` refuses what would change the
 algorithm.
 """
 
@@ -50,27 +50,27 @@ def require_verl() -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """All that verl's processes need to know; `job.json` holds it.
+    """All that verl's processes need to know, as `job.json` holds it.
 
-    `gpus` per node; 0 = `processes` CPU processes. `environment`: the domain and the settings of
-    its environment. `rollout`: "alar_hf", the in-process engine on CPUs, or "alar_vllm".
-    `overrides`: verl's own keys. Raises ValueError for a job that verl cannot run.
+    `environment` gives the domain and the settings of its environment. `rollout` is "alar_hf", the
+    in-process engine on CPUs, or "alar_vllm". `overrides` are keys of verl's own configuration.
+    Raises ValueError for a job that verl cannot run.
     """
 
-    model: str
-    folder: str
-    prompts: str
+    model: str  # the checkpoint folder that the policy starts from
+    folder: str  # everything that the job writes
+    prompts: str  # Parquet files, see `alar.engines.verl.data`
     validation: str
     rl: RLConfig
     strategy: Strategy
     environment: dict[str, Any] = field(default_factory=lambda: {"domain": "search"})
     max_turns: int = 6
-    max_new_tokens: int = 128
+    max_new_tokens: int = 128  # per turn
     batch_size: int = 256  # trajectories at once
-    gpus: int = 0
-    processes: int = 1
+    gpus: int = 0  # per node; 0: train in CPU processes
+    processes: int = 1  # how many CPU processes, if there are no GPUs
     rollout: str = "alar_hf"
-    threads: int = 1
+    threads: int = 1  # of each CPU process
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -100,7 +100,7 @@ class Job:
 
     @property
     def state(self) -> Path:
-        """verl's own checkpoints, from which a stopped job goes on."""
+        """The folder of verl's own checkpoints, from which a stopped job goes on."""
         return Path(self.folder) / "state"
 
     @property
@@ -128,7 +128,7 @@ class Job:
 
 
 def _refuse_strategy(strategy: Strategy) -> None:
-    """Raise ValueError for what only the single-process trainer can do."""
+    """Raise ValueError for a strategy that only the single-process trainer can follow."""
     single = "; set rl.trainer to single"
     if type(strategy.reward).scorer is not Reward.scorer:
         raise ValueError("verl: this reward scores with a model of its own process" + single)
@@ -141,7 +141,7 @@ def _refuse_strategy(strategy: Strategy) -> None:
 
 
 def environment_variables(job: Job) -> dict[str, str]:
-    """verl's own switches for the processes of a job; they name code, never hyper-parameters."""
+    """verl's own switches for the processes of a job. They name code, never hyper-parameters."""
     variables = {
         "VERL_ENGINE_VENDOR": VENDOR,
         "TOKENIZERS_PARALLELISM": "false",
@@ -152,7 +152,7 @@ def environment_variables(job: Job) -> dict[str, str]:
             "VERL_PLATFORM": "cpu",
             "VERL_USE_EXTERNAL_MODULES": f"{ROOM}.cpu",
             "OMP_NUM_THREADS": str(job.threads),
-            # Ray and verl take long to import on a busy machine.
+            # Seconds. Ray and verl take long to import on a busy machine.
             "RAY_worker_register_timeout_seconds": "600",
             "RAY_raylet_start_wait_time_s": "600",
         }
@@ -160,29 +160,33 @@ def environment_variables(job: Job) -> dict[str, str]:
 
 
 def hydra_values(job: Job) -> dict[str, Any]:
-    """verl's key → value. The batch of a step is one mini-batch, cut into `gradient_accumulation`
-    micro-batches."""
+    """verl's configuration key → value.
+
+    The batch of a step is one mini-batch, cut into `gradient_accumulation` micro-batches. Raises
+    ValueError if the rollouts of a step do not divide over the processes.
+    """
     from alar.train.supervised import LORA_TARGETS  # brings transformers' Trainer along
 
     rl, sampler, loss = job.rl, job.strategy.sampler, job.strategy.loss
-    world = job.workers * rl.nodes
+    world = job.workers * rl.nodes  # training processes in all
     rollouts = sampler.prompts_per_step * sampler.group_size
     if rollouts % world:
         raise ValueError(
             f"{rollouts} rollouts per step do not divide over {world} processes: change"
             " rl.prompts_per_step"
         )
+    # Rollouts that one process takes in one micro-batch, rounded up.
     micro = max(1, -(-rollouts // world // rl.gradient_accumulation))
     on_gpu = job.gpus > 0
     compute = "bf16" if on_gpu else "fp32"
     root = "actor_rollout_ref"
     actor, rollout, model, ref = f"{root}.actor", f"{root}.rollout", f"{root}.model", f"{root}.ref"
     precision = {"param_dtype": compute, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-    longest = job.max_turns * job.max_new_tokens
+    longest = job.max_turns * job.max_new_tokens  # tokens; verl's limit of a response
     values = {
         "algorithm.adv_estimator": "grpo",
         "algorithm.use_kl_in_reward": False,
-        # The ratio is to the true behaviour log-probs.
+        # The ratio is taken to the log-probs noted while sampling; verl computes none anew.
         "algorithm.rollout_correction.bypass_mode": True,
         "data.train_files": job.prompts,
         "data.val_files": job.validation,
@@ -196,9 +200,8 @@ def hydra_values(job: Job) -> dict[str, Any]:
         f"{model}.path": job.model,
         f"{model}.external_lib": f"{ROOM}.external",
         f"{model}.use_remove_padding": True,
-        f"{model}.enable_gradient_checkpointing": on_gpu,
-        # verl applies only `model_config` of these to the checkpoint's config; `alar` is read by
-        # our engine.
+        f"{model}.enable_gradient_checkpointing": on_gpu,  # saves GPU memory, costs time on CPUs
+        # verl applies only `model_config` to the checkpoint's config. Our engine reads `alar`.
         f"{model}.override_config": {
             "attn_implementation": "sdpa",
             "model_config": {},
@@ -209,19 +212,19 @@ def hydra_values(job: Job) -> dict[str, Any]:
         f"{model}.target_modules": list(LORA_TARGETS),
         f"{model}.lora.merge": True,  # the rollout receives whole weights, the projector among them
         f"{actor}.strategy": "fsdp2",
-        f"{actor}.ppo_mini_batch_size": sampler.prompts_per_step,
+        f"{actor}.ppo_mini_batch_size": sampler.prompts_per_step,  # the whole step: one update
         f"{actor}.ppo_micro_batch_size_per_gpu": micro,
         f"{actor}.use_dynamic_bsz": False,
         f"{actor}.use_torch_compile": False,
         f"{actor}.loss_agg_mode": "token-mean",
         f"{actor}.clip_ratio_low": loss.clip_low,
         f"{actor}.clip_ratio_high": loss.clip_high,
-        f"{actor}.clip_ratio_c": 3.0,
-        f"{actor}.policy_loss.loss_mode": "alar",
+        f"{actor}.clip_ratio_c": 3.0,  # verl's own default, for dual clipping
+        f"{actor}.policy_loss.loss_mode": "alar",  # `loss.alar_loss`
         f"{actor}.entropy_coeff": 0.0,
         f"{actor}.use_kl_loss": rl.kl_coefficient > 0,
         f"{actor}.kl_loss_coef": rl.kl_coefficient,
-        f"{actor}.kl_loss_type": "low_var_kl",
+        f"{actor}.kl_loss_type": "low_var_kl",  # the low-variance estimator of AR-GRPO
         f"{actor}.optim.lr": rl.learning_rate,
         f"{actor}.optim.weight_decay": 0.0,
         f"{actor}.optim.clip_grad": 1.0,
@@ -243,6 +246,7 @@ def hydra_values(job: Job) -> dict[str, Any]:
         f"{rollout}.free_cache_engine": on_gpu,
         f"{rollout}.log_prob_micro_batch_size_per_gpu": micro,
         f"{rollout}.log_prob_use_dynamic_bsz": False,
+        # One worker for every HF server, so that the servers work at the same time.
         f"{rollout}.agent.num_workers": world if job.rollout == "alar_hf" else rl.nodes,
         f"{rollout}.agent.agent_loop_manager_class": f"{ROOM}.agent.LatentAgentLoopManager",
         "reward.num_workers": 0,  # the agent loop judges answers itself
@@ -258,7 +262,7 @@ def hydra_values(job: Job) -> dict[str, Any]:
         "trainer.total_training_steps": rl.steps,
         "trainer.total_epochs": 1,
         "trainer.save_freq": rl.checkpoint_every,
-        "trainer.test_freq": rl.validation_every or -1,
+        "trainer.test_freq": rl.validation_every or -1,  # −1: never
         "trainer.val_before_train": False,
         "trainer.max_actor_ckpt_to_keep": 2,
         "trainer.resume_mode": "auto",
@@ -274,37 +278,38 @@ def hydra_values(job: Job) -> dict[str, Any]:
     }
     if not on_gpu:
         values |= {
-            # Logical ones: verl's controllers each hold one.
+            # Logical CPUs: each of verl's controllers holds one.
             "ray_kwargs.ray_init.num_cpus": 8 + 4 * world,
-            "ray_kwargs.ray_init.num_gpus": world,  # logical as well
+            "ray_kwargs.ray_init.num_gpus": world,  # logical as well: one per training process
             "ray_kwargs.ray_init.include_dashboard": False,
-            "ray_kwargs.ray_init.object_store_memory": GIGABYTE // 4,
+            "ray_kwargs.ray_init.object_store_memory": GIGABYTE // 4,  # bytes
         }
     return values | job.overrides
 
 
 def compose(job: Job):
-    """verl's configuration of a job. Needs verl."""
+    """verl's configuration of a job. Raises ValueError for wrong overrides. Needs verl."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_module
     from omegaconf import OmegaConf
 
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = hydra_compose("ppo_trainer")
-    OmegaConf.set_struct(config, False)
+    OmegaConf.set_struct(config, False)  # so that keys which verl does not know can be added
     for key, value in hydra_values(job).items():
+        # A mapping replaces verl's own; merging would keep those of its keys that we leave out.
         OmegaConf.update(config, key, value, merge=not isinstance(value, Mapping), force_add=True)
     refuse_wrong(config)
     return config
 
 
 def refuse_wrong(config) -> None:
-    """Raise ValueError for what would be computed wrongly, each with its remedy."""
+    """Raise ValueError for settings that would give wrong results, and name the remedy of each."""
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     cut = [part.get("ulysses_sequence_parallel_size", 1) for part in (actor, actor.fsdp_config)]
     mode, batch = config.trainer.v1.trainer_mode, config.data.train_batch_size
     one_update = actor.ppo_mini_batch_size == batch and actor.get("ppo_epochs", 1) == 1
-    wrong = {
+    wrong = {  # problem and remedy → whether it is present
         "sequence parallelism cuts latent blocks: set ulysses_sequence_parallel_size to 1, use more"
         " processes": max(cut) > 1,
         f"actor.strategy {actor.strategy}: the latent engine is FSDP2's; set it to fsdp2": (

@@ -1,11 +1,11 @@
 """vLLM with our plugin as verl's rollout server, as "alar_vllm". Not yet run on a GPU.
 
 verl's vLLM server leaves hooks to subclasses: the worker extension, the engine's arguments, the
-name. Ours adds the latent scheduler, forcing and records of `alar.engines.vllm`; new weights, the
-projector's among them, come by verl's own route into `load_weights` of our model class. What is
-verified without a GPU: `ServedEngine`, against the in-process engine, and that these classes fit
-the installed verl. verl names vLLM 0.24 to 0.26, the plugin is verified on 0.30; `require_vllm`
-decides.
+name. Our subclass adds the latent scheduler, forcing and records of `alar.engines.vllm`. New
+weights, the projector's among them, come by verl's own route into `load_weights` of our model
+class. Two things are verified without a GPU: `ServedEngine` agrees with the in-process engine, and
+these classes fit the installed verl. verl names vLLM 0.24 to 0.26, but the plugin is verified on
+0.30. `require_vllm` decides.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ NAN = float("nan")
 
 
 class ServedEngine(Engine):
-    """`Engine` on verl's LLM client: every turn is one request, answered whenever it is done.
+    """`Engine` on verl's LLM client. Every turn is one request, which is answered when it is done.
 
-    `loop` is the event loop that the client lives in; the engine itself is used from another
+    `loop` is the event loop in which the client lives. The engine itself is used from another
     thread.
     """
 
     def __init__(self, client, codec: Codec, loop: asyncio.AbstractEventLoop):
         self.client, self.codec, self.loop = client, codec, loop
-        self.keys = itertools.count()
+        self.keys = itertools.count()  # makes the records of a session distinct
         self.tasks: dict[int, Any] = {}  # session → the request under way
-        self.answers: queue.Queue = queue.Queue()
+        self.answers: queue.Queue = queue.Queue()  # (request, sampling, its task), from the loop
 
     @property
     def busy(self) -> bool:
@@ -49,6 +49,7 @@ class ServedEngine(Engine):
             task = asyncio.run_coroutine_threadsafe(self._ask(request, sampling), self.loop)
             self.tasks[request.session] = task
             task.add_done_callback(
+                # `request=request` binds this turn of the loop, not its last.
                 lambda done, request=request: self.answers.put((request, sampling, done))
             )
 
@@ -67,9 +68,11 @@ class ServedEngine(Engine):
                 task.cancel()
 
     def latent_probabilities(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
-        """p(latent | state) as far as sampling shows it: the probability of the open tag that was
-        written, or one minus it for text. The exact value would renormalise over the two tags; they
-        differ by what is neither.
+        """p(latent | state) as far as the samples show it.
+
+        For a latent turn it is the probability of the open tag `<latent>`, for text one minus the
+        probability of `<think>`. The exact value would renormalise over the two tags. The two
+        values differ by the probability of everything that is neither tag.
         """
         seen = (
             [_seen_probability(t, turn, self.codec) for turn in range(len(t.turns))]
@@ -87,7 +90,7 @@ class ServedEngine(Engine):
         if request.forced:
             extra["latent_written"] = len(request.forced)
         return await self.client.generate(
-            # one server for all turns of a trajectory: its prefix cache knows them
+            # verl sends equal ids to one server, whose prefix cache then knows the earlier turns.
             f"{id(self)}.{request.session}",
             prompt_ids=[*map(int, request.ids), *map(int, request.forced)],
             sampling_params={
@@ -96,7 +99,7 @@ class ServedEngine(Engine):
                 "max_tokens": max(1, sampling.max_new_tokens - len(request.forced)),
                 "seed": request.seed if sampling.temperature > 0 else None,
                 "ignore_eos": True,
-                "stop_token_ids": [self.codec.tokenizer.eos_token_id],
+                "stop_token_ids": [self.codec.tokenizer.eos_token_id],  # keeps EOS in the answer
                 "detokenize": False,
                 "logprobs": True,
                 "extra_args": extra,
@@ -105,16 +108,18 @@ class ServedEngine(Engine):
 
 
 def replay(codec: Codec, request: TurnRequest, sampling: Sampling, answer) -> TurnOutput:
-    """The turn that verl's `TokenOutput` holds, with origins; RuntimeError where it breaks the
-    rules of a block."""
+    """The turn in verl's `TokenOutput`, with its origins.
+
+    Raises RuntimeError if the turn breaks the rules of a block.
+    """
     writer = TurnWriter(codec, request, sampling)
     for token in request.forced:
         writer.push(token, NAN)
-    latents = iter(answer.extra_fields["latents"])
+    latents = iter(answer.extra_fields["latents"])  # rows (H,) of the latent positions, in order
     for token, logprob in zip(answer.token_ids, answer.log_probs, strict=True):
         if writer.done:
             break
-        due = writer.forced()
+        due = writer.forced()  # (id, origin) or None
         if due is not None and due[0] != token:
             raise RuntimeError(
                 f"session {request.session}: the server wrote {token}, the open block asks for"
@@ -132,7 +137,7 @@ def replay(codec: Codec, request: TurnRequest, sampling: Sampling, answer) -> Tu
 def _seen_probability(trajectory: Trajectory, turn: int, codec: Codec) -> float | None:
     summary = TrajectorySummary.of(trajectory, codec)
     latent, (begin, end) = summary.modes[turn], summary.tags[turn]
-    logprobs = trajectory.logprobs[begin:end]
+    logprobs = trajectory.logprobs[begin:end]  # of the tag's pieces; NaN where the tag was forced
     if latent is None or not logprobs or np.isnan(logprobs).any():
         return None
     written = float(np.exp(np.sum(logprobs)))
@@ -140,8 +145,10 @@ def _seen_probability(trajectory: Trajectory, turn: int, codec: Codec) -> float 
 
 
 def server_classes():
-    """verl's server and replica with our hooks; a function, so that importing this module needs
-    neither vLLM nor Ray."""
+    """verl's server and replica with our hooks.
+
+    A function, so that importing this module needs neither vLLM nor Ray.
+    """
     require_vllm()
     import ray
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
@@ -153,12 +160,12 @@ def server_classes():
         def _preprocess_engine_kwargs(self, engine_kwargs: dict) -> None:
             super()._preprocess_engine_kwargs(engine_kwargs)
             ours = engine_arguments()
-            del ours["worker_extension_cls"]
+            del ours["worker_extension_cls"]  # the method above names it
             engine_kwargs.update(ours)
 
         async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
-            """verl's, with z of the turn's latent positions (N, H) and the log-probs of our own
-            records."""
+            """verl's answer, with the log-probs of our own records and with z (N, H) of the latent
+            positions."""
             key = sampling_params["extra_args"]["latent_record"]
             answer = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
             record = (await self.engine.collective_rpc("latent_records", args=([key],)))[0][0]

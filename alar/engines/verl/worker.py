@@ -1,5 +1,5 @@
-"""verl's worker with actor, reference and the rollout's side of weight updates; it also writes
-checkpoint folders."""
+"""verl's worker, which holds actor, reference and the rollout's side of weight updates. Ours also
+writes checkpoint folders."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class LatentActorRolloutRefWorker(ActorRolloutRefWorker):
     def init_model(self):
         if get_device_name() == "cpu":
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-            # Before verl does: it would name the backend twice, once for each device.
+            # We do this before verl does. verl would name the backend twice, once for each device.
             if not torch.distributed.is_initialized():
                 size = int(os.environ["WORLD_SIZE"])
                 meeting = {"init_method": os.environ.get("DIST_INIT_METHOD")}
                 if size == 1:
-                    # It meets nobody, so it needs no port, which another program may have taken.
+                    # A single process meets nobody and needs no port, which might be taken.
                     meeting = {"store": torch.distributed.HashStore()}
                 torch.distributed.init_process_group(
                     "cpu:gloo", rank=int(os.environ["RANK"]), world_size=size, **meeting
@@ -34,12 +34,12 @@ class LatentActorRolloutRefWorker(ActorRolloutRefWorker):
     def export_checkpoint(self, folder: str) -> None:
         """Write the current policy as one checkpoint folder, adapters merged.
 
-        The weights come by the same route as the rollout's. All ranks take part in gathering them;
-        the first one writes, in the dtype of the checkpoint that the job started from.
+        The weights come by the same route as the rollout's. All ranks take part in gathering them.
+        The first rank writes, in the dtype of the checkpoint that the job started from.
         """
         weights, _ = self.actor.engine.get_per_tensor_param(base_sync_done=True)
         first = torch.distributed.get_rank() == 0
-        gathered = {}
+        gathered = {}  # name → whole tensor, on the first rank only
         for name, tensor in weights:  # iterating gathers each over the ranks
             if first:
                 gathered[name] = tensor.detach().cpu().clone()
@@ -47,13 +47,16 @@ class LatentActorRolloutRefWorker(ActorRolloutRefWorker):
             model, tokenizer = load(self.config.model.path, dtype="auto")
             load_whole(model, gathered)
             save(model, tokenizer, folder)
-        torch.distributed.barrier()
+        torch.distributed.barrier()  # no rank goes on before the folder is written
 
 
 def load_whole(model, weights: dict[str, torch.Tensor]) -> None:
-    """Replace all weights of a model, in its dtypes; RuntimeError if a tensor is missing or
-    unknown."""
+    """Replace all weights of a model and keep its dtypes.
+
+    Raises RuntimeError if a tensor is missing or unknown.
+    """
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    # Not strict, because weights without the tied ones are whole.
     result = model.load_state_dict(weights, strict=False)
     missing = [name for name in result.missing_keys if name not in tied]
     if missing or result.unexpected_keys:

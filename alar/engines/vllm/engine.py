@@ -1,8 +1,8 @@
 """`VLLMEngine`: the interface and the results of the in-process engine, written by vLLM.
 
 Contexts go in as token ids. vLLM recomputes the z of their latent positions exactly, with its own
-weights, so those of the request are not read. Ids, log-probs and z come back and are replayed
-through `TurnWriter`: it gives origins and the end of the turn, and notices a wrong block.
+weights, so it does not read the z of the request. Ids, log-probs and z come back, and `TurnWriter`
+replays them: it gives the origins and the end of the turn, and it notices a wrong block.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ class VLLMEngine(Engine):
     """`Engine` on a checkpoint folder, latent or not.
 
     `arguments` go to `vllm.LLM` and override the defaults: eager on a CPU, CUDA graphs on a GPU.
-    Close the engine, or use it as a context manager: vLLM holds memory and processes. If a turn
-    fails, `step` raises IntegrityError; turns that ended beside it come with the next call.
+    Close the engine, or use it as a context manager, because vLLM holds memory and processes. If a
+    turn fails, `step` raises IntegrityError. The next call of `step` returns the other turns that
+    ended with it.
     """
 
     def __init__(self, folder: str | Path, *, async_scheduling: bool = True, **arguments):
         require_vllm()
+        # With this variable at 0 vLLM runs in this process, where `register` below is enough.
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0":
             require_entry_point()
         from vllm import LLM
@@ -52,19 +54,19 @@ class VLLMEngine(Engine):
         register(imported=current_platform.is_cpu())
         defaults = {
             "enforce_eager": current_platform.is_cpu(),
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": True,  # ids go in and come out; the codec has the tokenizer
             "seed": 0,
             "disable_log_stats": True,
-            "dtype": stored_dtype(folder),
+            "dtype": stored_dtype(folder),  # vLLM would narrow float32 to 16 bits
         }
         ours = engine_arguments(async_scheduling=async_scheduling)
         self.llm = LLM(str(folder), **{**defaults, **ours, **arguments})
         self.config = self.llm.llm_engine.vllm_config
         self.codec = engine_codec(self.config)
-        self._keys = itertools.count()
+        self._keys = itertools.count()  # makes request ids unique over the turns of a session
         # vLLM's request id → the turn being written.
         self._written: dict[str, tuple[TurnRequest, Sampling]] = {}
-        # Turns that ended beside one that failed, and are not handed out yet.
+        # Turns that ended in the same step as a failed one; the next step returns them.
         self._ended: list[tuple[TurnRequest, TurnOutput]] = []
 
     def __enter__(self) -> VLLMEngine:
@@ -74,7 +76,7 @@ class VLLMEngine(Engine):
         self.close()
 
     def close(self) -> None:
-        """Give back what vLLM holds."""
+        """Free the memory and end the processes that vLLM holds. A second call does nothing."""
         if self.llm is None:
             return
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -85,7 +87,10 @@ class VLLMEngine(Engine):
         cleanup_dist_env_and_memory()
 
     def release(self, sessions: Sequence[int]) -> None:
-        """Abort turns in the making. vLLM keeps the keys of contexts and drops the oldest."""
+        """Abort the unfinished turns of these sessions.
+
+        Their contexts stay in vLLM's prefix cache until newer ones push them out.
+        """
         gone = set(sessions)
         keys = [key for key, (request, _) in self._written.items() if request.session in gone]
         if keys:
@@ -96,7 +101,7 @@ class VLLMEngine(Engine):
         self._ended = [turn for turn in self._ended if turn[0].session not in gone]
 
     def reset(self) -> None:
-        """Forget everything: call after the weights have changed."""
+        """Forget all turns and the prefix cache. Call it after the weights have changed."""
         known = [*self._written.values(), *self._ended]
         self.release([request.session for request, _ in known])
         if not self.llm.reset_prefix_cache():
@@ -122,6 +127,7 @@ class VLLMEngine(Engine):
         self._check_lengths(requests, sampling)
         for request in requests:
             key = f"{request.session}.{next(self._keys)}"
+            # How many forced ids go into the prompt; `latent_forced` brings the others.
             written = len(self._opened(request, sampling).output.ids)
             ids = [*map(int, request.ids), *map(int, request.forced[:written])]
             params = self._params(request, key, written, sampling)
@@ -137,14 +143,15 @@ class VLLMEngine(Engine):
             try:
                 turns.append((request, self._replay(request, answer, noted, sampling)))
             except IntegrityError as error:
-                failure = failure or error
+                failure = failure or error  # first handle the other turns, or they would be lost
         if failure:
             self._ended = turns
             raise failure
         return turns
 
     def _notes(self, keys: list[str]) -> list[dict | None]:
-        """What the worker noted of these requests (`Notes.fetch`); it forgets them."""
+        """What the worker noted of these requests (`Notes.fetch`). The worker forgets it then."""
+        # Every tensor-parallel rank answers. The first answer is read.
         return self.llm.collective_rpc("latent_records", args=(keys,))[0]
 
     def _check_lengths(self, requests: Sequence[TurnRequest], sampling: Sampling) -> None:
@@ -159,8 +166,10 @@ class VLLMEngine(Engine):
             )
 
     def _opened(self, request: TurnRequest, sampling: Sampling) -> TurnWriter:
-        """The turn as far as its prompt can hold it: the forced ids up to the first block. vLLM has
-        to write that block itself."""
+        """The turn as far as the prompt can hold it: the forced ids before the first latent block.
+
+        vLLM has to write that block itself, because its z must be computed and recorded.
+        """
         writer = TurnWriter(self.codec, request, sampling)
         for token in request.forced:
             if writer.forced() != (token, Origin.FORCED):
@@ -183,20 +192,20 @@ class VLLMEngine(Engine):
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            # The forcing draws with it, as `HFEngine` does.
+            # `BlockForcer` draws with this seed as `HFEngine` does, so both sample the same tokens.
             seed=request.seed if sampling.temperature > 0 else None,
             max_tokens=max(1, sampling.max_new_tokens - written),
             ignore_eos=True,  # EOS ends a turn as a stop token, so it is part of the answer
             stop_token_ids=[self.codec.tokenizer.eos_token_id],
             detokenize=False,  # the codec reads the ids
             extra_args=extra,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.FINAL_ONLY,  # a turn is replayed whole
         )
 
     def _replay(
         self, request: TurnRequest, answer, noted: dict | None, sampling: Sampling
     ) -> TurnOutput:
-        """The turn that vLLM wrote, checked token by token."""
+        """The turn that vLLM wrote, checked token by token. A wrong one is an IntegrityError."""
 
         def failure(problem: str) -> IntegrityError:
             return IntegrityError(f"session {request.session}: {problem}")
@@ -208,7 +217,7 @@ class VLLMEngine(Engine):
             raise failure("its log-probs and z are gone; send fewer requests at a time")
         width = self.config.model_config.hf_config.hidden_size
         z = np.frombuffer(noted["latents"], np.float32).reshape(-1, width)  # (N, H)
-        latents = dict(zip(noted["positions"], z))
+        latents = dict(zip(noted["positions"], z))  # index in the output → z (H,)
         writer = self._opened(request, sampling)
         for index, token in enumerate(written.token_ids):
             if writer.done:

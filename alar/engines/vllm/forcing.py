@@ -1,17 +1,17 @@
 """The logits processor: opens and closes latent blocks for the whole batch, and draws tokens.
 
-Each request that needs it has a `TurnWriter`, which is brought up to date when the step's tokens
-are known. One indexed write then forces all rows that have something to be forced. The latent id is
-never sampled: the model class bans it.
+Each request that needs one has a `TurnWriter`. The writer reads the tokens of the last step as soon
+as they are known. One indexed write then forces the next token of all rows that have one due. The
+latent id is never sampled, because the model class bans it.
 
-Two more things are done here, because this is the place where logits and tokens meet:
+This is the place where logits and tokens meet, so it does two more things:
 
-* Requests with a seed are drawn by inverting the cumulative distribution: the n-th token that the
-  policy chooses takes the n-th number of its seed. So a sample does not depend on the batch, on
-  chunks or on preemption, and it is the one that `HFEngine` draws. (vLLM's own generators rewind at
-  a discarded chunk, which a CPU generator cannot do.)
-* A request whose chunk broke the model's rules gets a token that contradicts its block's grammar,
-  from then on. The scheduler sees it and fails the request, and nothing waits for the device.
+* It draws the tokens of requests with a seed by inverting the cumulative distribution: the n-th
+  token that the policy chooses takes the n-th number of its seed. So a sample does not depend on
+  the batch, on chunks or on preemption, and `HFEngine` draws the same one. (vLLM's own generators
+  rewind at a discarded chunk, and a CPU generator cannot do that.)
+* It marks a request whose chunk broke the model's rules: from then on its tokens contradict the
+  grammar of its block. The scheduler sees this and fails the request. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ PLAIN_ONLY = "goes with temperature and top_p only: leave top_k, min_p and penal
 
 
 class FollowedRequest:
-    """A request with its writer, and what its sampling needs. `outputs` is vLLM's own list, which
-    grows."""
+    """A request with its writer and what its sampling needs.
+
+    `outputs` is vLLM's own list of the ids written so far. vLLM appends to it.
+    """
 
     def __init__(
         self,
@@ -69,7 +71,7 @@ class FollowedRequest:
         return self.notes is not None or self.random is not None
 
     def forced(self) -> int:
-        """The id that must come next, or −1; reads the ids that have come since."""
+        """The id that must come next, or −1. First the writer reads the ids that came since."""
         outputs = self.outputs
         if self.writer is None:
             return -1
@@ -98,8 +100,10 @@ class FollowedRequest:
 
 
 class BlockForcer(LogitsProcessor):
-    """Set by `alar.engines.serve` and `VLLMEngine`; options of a request:
-    `alar.engines.vllm.turns`."""
+    """vLLM's logits processor, which `alar.engines.serve` and `VLLMEngine` set.
+
+    `alar.engines.vllm.turns` lists the options of a request.
+    """
 
     def __init__(self, vllm_config, device: torch.device, is_pin_memory: bool):
         self.codec = engine_codec(vllm_config)
@@ -109,7 +113,7 @@ class BlockForcer(LogitsProcessor):
         self.requests: dict[int, FollowedRequest] = {}  # by batch row
         size = vllm_config.scheduler_config.max_num_seqs
         self.broken = torch.zeros(size, dtype=torch.bool, device=device)  # by batch row
-        # On a CPU the flags are looked at only once there are some.
+        # On a CPU the flags are read only once one is set. On a GPU reading them would wait for it.
         self.any_broken = device.type != "cpu"
 
     @classmethod
@@ -133,7 +137,7 @@ class BlockForcer(LogitsProcessor):
             raise ValueError(f"seed on a CPU {PLAIN_ONLY}")
 
     def is_argmax_invariant(self) -> bool:
-        return False
+        return False  # else vLLM would leave this processor out for greedy batches
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         process_dict_updates(self.requests, batch_update, self._follow)
@@ -151,8 +155,10 @@ class BlockForcer(LogitsProcessor):
         return request if request.writer is not None or request.decided else None
 
     def _move_flags(self, update: BatchUpdate) -> None:
-        """Carry the flags along when rows are added, removed and moved; a new request starts
-        without."""
+        """Move the flags with their rows as rows are added, removed and moved.
+
+        A new request starts without a flag.
+        """
         source = list(range(len(self.broken)))  # where each row's flag comes from, −1: nowhere
         for index in (*update.removed, *(added[0] for added in update.added)):
             source[index] = -1
@@ -186,7 +192,7 @@ class BlockForcer(LogitsProcessor):
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def _constrain(self, logits: Tensor) -> None:
-        """Forbid what the phase of each request's turn forbids; the writers are up to date."""
+        """Forbid what the phase of each request's turn forbids. The writers must be up to date."""
         places = list(self.requests)
         phases = [request.writer.phase.row for request in self.requests.values()]
         rows = self.constraint.rows(phases)  # (n, V)
@@ -198,11 +204,13 @@ class BlockForcer(LogitsProcessor):
     def _force(self, logits: Tensor, rows: Sequence[int], ids: Tensor) -> None:
         index = self._tensor(rows)
         logits[index] = float("-inf")
-        logits[index, ids] = 0.0
+        logits[index, ids] = 0.0  # the only finite one, so its probability is 1
 
     def _decide(self, logits: Tensor, decided: list[int], forced: dict[int, int]) -> None:
-        """Choose for the seeded rows, note log-probs and z for the recorded ones, and force
-        whatever is known then."""
+        """Choose tokens for the seeded rows, note log-probs and z of the recorded ones, then force.
+
+        `decided` are the rows (n) of seeded and recorded requests, `forced` maps rows to due ids.
+        """
         requests = [self.requests[index] for index in decided]
         whole = decided == list(range(logits.shape[0]))
         policy = logits if whole else logits[self._tensor(decided)]  # (n, V)
@@ -214,16 +222,16 @@ class BlockForcer(LogitsProcessor):
         chosen = logprobs.argmax(-1)  # (n,)
         if any(temperatures):
             # The scheduler has given a seed to every request here that has a temperature.
-            drawn = self._tensor([request.random is not None for request in requests])
+            drawn = self._tensor([request.random is not None for request in requests])  # (n,)
             draws = self._tensor([r.draw() if r.random else 0.0 for r in requests])
-            nucleus = self._tensor([request.top_p for request in requests])
+            nucleus = self._tensor([request.top_p for request in requests])  # (n,)
             chosen = torch.where(drawn, inverse_cdf(logprobs.exp(), draws, nucleus), chosen)
-        given = self._tensor([forced.get(index, -1) for index in decided])
+        given = self._tensor([forced.get(index, -1) for index in decided])  # (n,), −1: none due
         chosen = torch.where(given >= 0, given, chosen)
         self._note(decided, requests, forced, logprobs.gather(1, chosen[:, None])[:, 0])
 
         # vLLM takes the argmax of rows at temperature 0 itself; all others are forced.
-        writes = []
+        writes = []  # places among `decided`
         for place, (index, request) in enumerate(zip(decided, requests)):
             if request.temperature > 0 or index in forced:
                 writes.append(place)
@@ -255,17 +263,20 @@ class BlockForcer(LogitsProcessor):
                 self.shared.store.keep(notes, written - 1, step.latents[index].clone())
 
     def _signal(self, logits: Tensor, forced: dict[int, int]) -> None:
-        """Make violated requests contradict themselves: the latent id, or where that is due, a
-        piece of the close tag."""
+        """Make violated requests contradict their blocks.
+
+        They get the latent id, or, where that is due, the first piece of the close tag.
+        """
         count = logits.shape[0]
-        violated = self.shared.step.violated[:count]
+        violated = self.shared.step.violated[:count]  # (R,)
         if self.device.type == "cpu" and not self.any_broken:
             if not bool(violated.any()):
-                return
+                return  # the common case: no work at all
             self.any_broken = True
+        # A broken request stays broken, because its later tokens build on a wrong z.
         self.broken[:count] |= violated
         broken, latent = self.broken[:count], self.codec.latent_token_id
-        signals = torch.full((count,), latent, device=self.device)
+        signals = torch.full((count,), latent, device=self.device)  # (R,) ids
         due = [index for index, token in forced.items() if token == latent]
         if due:
             signals[self._tensor(due)] = self.codec.latent_close[0]
@@ -276,7 +287,7 @@ class BlockForcer(LogitsProcessor):
 
 
 def plain(params: SamplingParams) -> bool:
-    """Whether temperature and top_p say all about the distribution."""
+    """Whether temperature and top_p alone describe the distribution."""
     penalties = (
         params.presence_penalty,
         params.frequency_penalty,

@@ -1,17 +1,17 @@
-"""Chat histories with latent blocks, for the OpenAI-compatible server: rebuilt from ids, or refused
-with a reason.
+"""Chat histories with latent blocks, for the OpenAI-compatible server. A history is rebuilt from
+ids, or refused with a reason.
 
 A chat client sends back what it was shown: text, in which a latent block is `<latent></latent>` or
 `<latent>••••</latent>`. Feeding that text would put plain bullets where thoughts were. So the
-server remembers the ids of every answer that holds a block, under the text it was shown as, and
-under its content and calls where a tool parser takes these apart. When the answer comes back in an
-assistant message, the chat template renders one `<|latent|>` in its place, a special token, and the
-remembered ids then replace that token. The engine recomputes z from the ids.
+server remembers the ids of every answer that holds a block. The key is the text that the client was
+shown. Where a tool parser takes content and calls apart, these are a second key. When the answer
+comes back in an assistant message, the chat template renders one special token, `<|latent|>`, in
+its place. The remembered ids then replace that token, and the engine recomputes z from the ids.
 
 An assistant message with a block, or a piece of one, that this server did not write is refused. So
-is `<|latent|>` in any text.
+is `<|latent|>` in any other text.
 
-`LatentHistory` is an ASGI middleware, set by `alar.engines.serve`; the rest is plain Python.
+`LatentHistory` is an ASGI middleware, which `alar.engines.serve` sets. The rest is plain Python.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from alar.rollout.codec import Codec
 
 _SHOWN = f"(?:{protocol.BULLET}|{re.escape(protocol.LATENT_TOKEN)}|\\s)*"  # inside a block
 _BLOCK = re.compile(protocol.LATENT_OPEN + _SHOWN + protocol.LATENT_CLOSE)
-EMPTY = protocol.LATENT_OPEN + protocol.LATENT_CLOSE
-# What an answer with a block may have left of it: a client's stop string can end the text inside a
-# tag.
+EMPTY = protocol.LATENT_OPEN + protocol.LATENT_CLOSE  # the one form in which blocks are compared
+# What may be left of a block in an answer: a client's stop string can end the text inside a tag.
 _PIECE = re.compile(
     f"{protocol.LATENT_OPEN}|{protocol.LATENT_CLOSE[:-1]}|{re.escape(protocol.LATENT_TOKEN)}"
 )
@@ -53,8 +52,7 @@ AS_TEXT = (
     " /v1/chat/completions"
 )
 
-# These endpoints keep or render histories in their own ways, and would put latent blocks back as
-# text.
+# These endpoints keep or render histories in their own ways. They would feed latent blocks as text.
 NOT_SERVED = ("/v1/responses", "/v1/messages", "/v1/chat/completions/batch")
 ELSEWHERE = (
     "this endpoint cannot rebuild latent blocks of a history; use /v1/chat/completions, or"
@@ -67,12 +65,14 @@ class HistoryRefused(ValueError):
 
 
 class BlockMemory:
-    """Ids of answers by the text they were shown as. Beyond `capacity`, the least recently used are
-    dropped."""
+    """The ids of answers, by the text that the client was shown.
+
+    Beyond `capacity` texts, the least recently used are dropped.
+    """
 
     def __init__(self, codec: Codec, capacity: int = 20000):
         self.codec, self.capacity = codec, capacity
-        self.answers: OrderedDict[str, list[int]] = OrderedDict()
+        self.answers: OrderedDict[str, list[int]] = OrderedDict()  # `shown` or `called` → ids
 
     @staticmethod
     def shown(text: str) -> str:
@@ -81,8 +81,10 @@ class BlockMemory:
 
     @classmethod
     def called(cls, content: str, calls: Sequence[dict]) -> str:
-        """The form of an answer whose calls stand beside its content. A call has a `name` and
-        `arguments`, an object."""
+        """The key of an answer whose calls stand beside its content.
+
+        A call has a `name` and `arguments`, an object. `sort_keys`: clients may reorder arguments.
+        """
         written = [json.dumps([call["name"], call["arguments"]], sort_keys=True) for call in calls]
         return "\n".join([cls.shown(content), *written])
 
@@ -92,7 +94,7 @@ class BlockMemory:
             return
         ids = list(ids)
         if ids[-1] == self.codec.tokenizer.eos_token_id:
-            ids.pop()
+            ids.pop()  # the chat template writes the end of a message itself
         keys = [self.shown(text)]
         calls = parse_calls(text)[0]
         if calls:
@@ -104,12 +106,14 @@ class BlockMemory:
             self.answers.popitem(last=False)
 
     def placeholders(self, messages: Sequence[dict]) -> tuple[list[dict], list[list[int]]]:
-        """Messages with every remembered answer replaced by one `<|latent|>`, and the ids of each.
-        Raises HistoryRefused."""
+        """Replace every remembered answer by one `<|latent|>`: (messages, ids of each answer).
+
+        Raises HistoryRefused for a block that is not remembered.
+        """
         rendered, found = [], []
         for message in messages:
             if not isinstance(message.get("content") or "", str):
-                # pydantic may give an iterator that can be read once
+                # Pydantic may give an iterator, which can be read only once.
                 message = {**message, "content": list(message["content"])}
             text = message_text(message)
             if protocol.LATENT_TOKEN in text and message.get("role") != "assistant":
@@ -122,13 +126,16 @@ class BlockMemory:
                     raise HistoryRefused(UNKNOWN)
                 self.answers.move_to_end(key)
                 found.append(ids)
+                # Without its calls and reasoning: they are in the remembered ids already.
                 message = {"role": "assistant", "content": protocol.LATENT_TOKEN}
             rendered.append(message)
         return rendered, found
 
     def splice(self, prompt: Sequence[int], found: Sequence[Sequence[int]]) -> list[int]:
-        """The rendered prompt with its placeholders replaced. Raises HistoryRefused if the template
-        lost one."""
+        """The rendered prompt with the ids in place of its placeholders.
+
+        Raises HistoryRefused if the template has left one out or repeated one.
+        """
         latent = self.codec.latent_token_id
         if list(prompt).count(latent) != len(found):
             raise HistoryRefused(
@@ -142,8 +149,10 @@ class BlockMemory:
 
 
 def message_text(message: dict) -> str:
-    """Text of a chat message: the reasoning that a parser took out of it, and its content. Content
-    in parts counts with its text parts."""
+    """The text of a chat message: the reasoning that a parser took out of it, and its content.
+
+    Of content in parts, only the text parts count.
+    """
     reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
     content = message.get("content") or ""
     if isinstance(content, str):
@@ -153,8 +162,10 @@ def message_text(message: dict) -> str:
 
 
 def calls_of(message: dict) -> list[dict]:
-    """`name` and `arguments` of a message's tool calls. Arguments that are no JSON stay text; no
-    answer is remembered under those."""
+    """`name` and `arguments` of a message's tool calls.
+
+    Arguments that are not JSON stay text. No answer is remembered under such a key.
+    """
     calls = []
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
@@ -162,13 +173,13 @@ def calls_of(message: dict) -> list[dict]:
         try:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         except ValueError:
-            pass
+            pass  # `placeholders` then finds no answer and refuses the history
         calls.append({"name": function.get("name"), "arguments": arguments})
     return calls
 
 
 def refuse_text_blocks(prompt) -> None:
-    """Raise HistoryRefused for a text prompt, or one of several, with a latent block in it."""
+    """Raise HistoryRefused if a text prompt, or one of a list, holds a latent block."""
     if isinstance(prompt, str):
         if protocol.LATENT_TOKEN in prompt or _BLOCK.search(prompt):
             raise HistoryRefused(AS_TEXT)
@@ -179,7 +190,7 @@ def refuse_text_blocks(prompt) -> None:
 
 
 def refuse_broken_blocks(codec: Codec, prompt) -> None:
-    """Raise HistoryRefused for a prompt of ids, or one of several, whose latent blocks are not
+    """Raise HistoryRefused if a prompt of ids, or one of a list, has latent blocks that are not
     whole."""
     if isinstance(prompt, (list, tuple)):
         if all(isinstance(part, int) for part in prompt):
@@ -191,20 +202,22 @@ def refuse_broken_blocks(codec: Codec, prompt) -> None:
 
 
 def refuse_beams(request) -> None:
-    """Raise HistoryRefused for beam search, which asks for one token at a time and would never
-    close a block."""
+    """Raise HistoryRefused for beam search. It asks for one token at a time and would never close a
+    block."""
     if getattr(request, "use_beam_search", False):
         raise HistoryRefused("beam search does not write latent blocks; leave use_beam_search out")
 
 
 class LatentHistory:
-    """ASGI middleware: connects a `BlockMemory` with the server's renderer and engine, and adds GET
-    /v1/latents/KEY.
+    """ASGI middleware. It connects a `BlockMemory` with the server's renderer and engine, and adds
+    GET /v1/latents/KEY.
 
-    That gives, once, what a request with `vllm_xargs: {"latent_record": KEY}` left: `logprobs` of
-    the answer's tokens (null where the policy had no choice), the places of the `forced` tokens,
-    latent ones included, the `positions` of the latent ones, and `latents`, their z (positions ×
-    hidden size).
+    That address gives, once, the record of a request with `vllm_xargs: {"latent_record": KEY}`:
+
+        logprobs    one per token of the answer, null where the policy had no choice
+        forced      places of the forced tokens, latent positions included
+        positions   places of the latent positions
+        latents     their z, (positions, hidden size)
     """
 
     def __init__(self, app):
@@ -212,7 +225,7 @@ class LatentHistory:
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] == "http":
-            if self.memory is None:
+            if self.memory is None:  # the engine exists only once the server has started
                 self._connect(scope["app"])
             if scope["path"].startswith(NOT_SERVED):
                 return await _error(400, ELSEWHERE)(scope, receive, send)
@@ -226,13 +239,13 @@ class LatentHistory:
         self.engine, self.width = engine, engine.vllm_config.model_config.hf_config.hidden_size
         self.memory = BlockMemory(engine_codec(engine.vllm_config))
         engine.generate = self._remembering(engine.generate)
-        # Chat, completions and /tokenize all pass here. vLLM answers a ValueError from here with
-        # 400.
+        # Chat, completions and /tokenize all pass here. vLLM answers a ValueError with status 400.
         renderer.preprocess_chat = self._chat(renderer.preprocess_chat)
         renderer.preprocess_completion = self._completion(renderer.preprocess_completion)
 
     def _remembering(self, generate):
         async def remembering(*args, **kwargs):
+            # A request with n > 1 has several answers; these map the number of each to its parts.
             texts: dict[int, str] = {}
             ids: dict[int, list[int]] = {}
             async for answer in generate(*args, **kwargs):
@@ -276,7 +289,7 @@ class LatentHistory:
         logprobs = noted["logprobs"]
         for place in noted["forced"]:
             logprobs[place] = None
-        latents = np.frombuffer(noted["latents"], np.float32).reshape(-1, self.width)
+        latents = np.frombuffer(noted["latents"], np.float32).reshape(-1, self.width)  # (N, H)
         return JSONResponse({**noted, "logprobs": logprobs, "latents": latents.tolist()})
 
 

@@ -1,15 +1,15 @@
 """Latent blocks as vLLM model classes: one mixin, `LatentModel`, over vLLM's own Qwen2, Qwen3 and
 Llama. A further family is one class at the end of this file.
 
-At a latent position that opens its chunk (every decoding step, and every chunk that the scheduler
-cut before one) the input is z = f(h), with h the last hidden state of the token before. Where is
-that h? Each KV block has one row here, which holds the hidden state, the position and the run
-length of the block's latest token. The row is written, shared and reused with the block that it
-belongs to, so prefix caching and preemption need no code of their own.
+At a latent position that opens its chunk the input is z = f(h), where h is the last hidden state of
+the token before. Such a position is a decoding step, or begins a chunk because the scheduler cut
+there. Where is that h? Each KV block has one row here, which holds the hidden state, the position
+and the run length of the block's latest token. The row is written, shared and reused with its
+block, so prefix caching and preemption need no code of their own.
 
-Every chunk is checked: a latent position that did not open its chunk, or whose row belongs to
-another position, marks the request as violated, and the forcing then makes it fail. All tensors
-have fixed shapes and addresses (CUDA graphs).
+Every chunk is checked. If a latent position did not open its chunk, or its row belongs to another
+position, the request is marked as violated, and the forcing makes it fail. All tensors have fixed
+shapes and addresses, as CUDA graphs need.
 
 Letters in shapes: T tokens of the step, R requests, H hidden size, B KV blocks.
 """
@@ -32,13 +32,13 @@ UNWRITTEN = -2  # position of a row that no token has written
 
 
 class BlockRows:
-    """By KV block: hidden state (B + 1, H), position and latent run length (B + 1,) of its latest
-    token. The last row is for padding."""
+    """For each KV block, the hidden state (B + 1, H), position and latent run length (B + 1,)
+    of its latest token. The last row is for padding."""
 
     def __init__(self, blocks: int, hidden_size: int, dtype: torch.dtype, device: torch.device):
         self.hidden = torch.zeros(blocks + 1, hidden_size, dtype=dtype, device=device)
         self.position = torch.full((blocks + 1,), UNWRITTEN, dtype=torch.int64, device=device)
-        # Latent positions without a gap, up to and with that token.
+        # How many latent positions without a gap end with that token.
         self.run = torch.zeros(blocks + 1, dtype=torch.int64, device=device)
         self.padding = blocks
 
@@ -57,7 +57,7 @@ class LatentModel:
         weight = self.model.embed_tokens.weight
         dtype, device = weight.dtype, weight.device
         self.tokens = scheduling.max_num_batched_tokens
-        # The last row takes what no request asked for.
+        # (tokens + 1, H); the last row takes the z of requests that have no latent position.
         inputs = torch.zeros(self.tokens + 1, config.hidden_size, dtype=dtype, device=device)
         self.register_buffer("inputs", inputs, persistent=False)
         self.cache_config = vllm_config.cache_config
@@ -68,8 +68,11 @@ class LatentModel:
         shared(vllm_config).step = self.step
 
     def load_weights(self, weights) -> set[str]:
-        """Load the trunk by vLLM's loader and the projector here. Raises ValueError when the
-        projector is not whole, as `alar.model.load` does: nothing is ever filled in."""
+        """Load the trunk by vLLM's loader and the projector here.
+
+        Raises ValueError when the projector is not whole, as `alar.model.load` does. Nothing is
+        ever filled in.
+        """
         self._unpack()
         projector: dict[str, Tensor] = {}
 
@@ -91,8 +94,11 @@ class LatentModel:
         return loaded | {f"projector.{name}" for name, _ in self.projector.named_parameters()}
 
     def _unpack(self) -> None:
-        """Make every weight loadable again: on a CPU vLLM keeps matrices packed for oneDNN and
-        drops the originals. The first call notes what they were."""
+        """Make every weight loadable again.
+
+        On a CPU vLLM packs matrices for oneDNN and drops the originals. The first call notes what
+        the originals were, later calls make empty ones in their place.
+        """
         if self.blueprints is None:
             self.blueprints = {}
             for name, module in self.named_modules():
@@ -115,7 +121,7 @@ class LatentModel:
                 module.weight = weight
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Logits (R, V) of the policy: the latent id and the spare rows after it are banned."""
+        """Logits (R, V) of the policy. The latent id and the spare rows after it are banned."""
         logits = super().compute_logits(hidden_states)
         if logits is not None:
             logits[..., self.latent_token_id :] = float("-inf")
@@ -143,8 +149,10 @@ class LatentModel:
         return hidden
 
     def _batch(self):
-        """Attention metadata of the step, None in a profiling run. All layers share one KV cache
-        group, so those of any layer serve."""
+        """Attention metadata of the step, None in a profiling run.
+
+        All layers share one KV cache group, so the metadata of any layer will do.
+        """
         metadata = get_forward_context().attn_metadata
         if not isinstance(metadata, dict) or not metadata:
             return None
@@ -162,8 +170,10 @@ class LatentModel:
         return batch
 
     def _feed(self, batch, latent: Tensor, positions: Tensor) -> Tensor:
-        """Put z where a chunk opens with a latent position, and flag the chunks that break the
-        rules. Returns the run length (R,) after every chunk's first token. `latent` is (T,)."""
+        """Put z where a chunk opens with a latent position, and flag chunks that break the rules.
+
+        `latent` is (T,). Returns the run length (R,) after the first token of every chunk.
+        """
         rows, count = self.rows, latent.shape[0]
         bounds = batch.query_start_loc.long()  # (R + 1,): where each request's chunk begins
         requests = bounds.shape[0] - 1
@@ -189,8 +199,10 @@ class LatentModel:
         return torch.where(opens, step + 1, 0)
 
     def _remember(self, batch, hidden: Tensor, positions: Tensor, run: Tensor | None) -> None:
-        """Write the rows of the blocks that this step's tokens lie in: at the ends of chunks, and
-        at block ends inside a chunk. `hidden` is (T, H)."""
+        """Write the rows of the KV blocks that this step's tokens lie in. `hidden` is (T, H).
+
+        The latest token of a block is the last one of the chunk, or the block's own last one.
+        """
         rows, size = self.rows, self.cache_config.block_size
         slots = batch.slot_mapping[: hidden.shape[0]].long()  # (T,): block · size + offset
         count, requests = slots.shape[0], batch.query_start_loc.shape[0] - 1
@@ -203,7 +215,7 @@ class LatentModel:
             keep = keep.index_fill(0, last, True)
             kept = torch.where(keep, slots, -1)
             runs = None
-            if run is not None:  # a run can only be under way at the end of a chunk of one token
+            if run is not None:  # only a chunk of one token can end within a run
                 single = bounds[1:] - bounds[:-1] == 1
                 runs = torch.zeros(count + 1, dtype=torch.int64, device=slots.device)
                 runs = runs.scatter_(0, torch.where(single, last, count), run)[:count]

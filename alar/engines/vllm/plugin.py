@@ -1,17 +1,16 @@
-"""vLLM's `general_plugins` entry point: runs in every process of an engine, before the
-configuration is read."""
+"""vLLM's `general_plugins` entry point. It runs in every process of an engine, before vLLM reads
+the configuration."""
 
 from __future__ import annotations
 
 
 def register(*, imported: bool = False) -> None:
-    """Make vLLM know ALAR's config classes (through transformers) and model classes. May run more
-    than once.
+    """Tell vLLM about ALAR's config classes (through transformers) and model classes.
 
-    By name, vLLM imports the model classes when a checkpoint needs them, and inspects them in a
-    process of its own, so that this one can still fork without a CUDA context. `imported` gives it
-    the classes themselves. That saves the second process, and is right where an ALAR checkpoint is
-    about to be started on a CPU.
+    It may run more than once. By default vLLM gets the names of the model classes. It imports them
+    when a checkpoint needs them, and inspects them in another process, so that this one can still
+    fork without a CUDA context. With `imported` vLLM gets the classes themselves. That saves the
+    other process, and is right where an ALAR checkpoint is about to start on a CPU.
     """
     from vllm import ModelRegistry
 

@@ -1,8 +1,8 @@
 """Scheduler classes for latent checkpoints: vLLM's own, with three additions.
 
-* A prefill chunk never reaches over a known latent position: that position opens the next chunk,
-  where the model class can feed its z. Decoding steps have one token and are not affected.
-* The same `TurnWriter` as everywhere follows the turn. A block that the token limit would cut is
+* A prefill chunk ends before the next known latent position. That position opens the next chunk,
+  where the model class can feed its z. Decoding steps have one token, so they need no cut.
+* A `TurnWriter`, as in every engine, follows the turn. A block that the token limit would cut is
   completed first, `latent_stops` end the turn, and a token that contradicts a block fails its
   request (status 500 over the API).
 * A context whose latent blocks are not whole is refused when its first token is due.
@@ -30,7 +30,7 @@ logger = init_logger(__name__)
 
 
 class LatentScheduling:
-    """Mixin; relies on two private methods that `checks` verifies."""
+    """Mixin over a vLLM scheduler. It overrides two private methods that `checks` looks for."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -41,14 +41,15 @@ class LatentScheduling:
         options = TurnOptions.of(params.extra_args)
         seed = params.seed
         if seed is None and options.record:
-            seed = secrets.randbits(48)  # its log-probs are noted where its tokens are drawn
+            # The forcing notes the log-probs of the tokens that it draws, so it needs a seed.
+            seed = secrets.randbits(48)
         if seed is not None and plain(params):  # the forcing draws, in place of vLLM
             extra = {"latent_seed": seed} if params.temperature > 0 else {}
             params = request.sampling_params = params.clone()
             params.seed, params.extra_args = None, {**(params.extra_args or {}), **extra}
         choosable = self.codec.latent_token_id or self.vllm_config.model_config.get_vocab_size()
         problem = problem_in_turn(options, prompt, choosable)
-        if problem:  # no option of it reaches the workers
+        if problem:  # no option reaches the workers, where a wrong id would be out of range
             options = TurnOptions()
             params = request.sampling_params = params.clone()
             params.extra_args = None
@@ -62,7 +63,7 @@ class LatentScheduling:
         count = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         latent = self.codec.latent_token_id
         if count > 1 and latent is not None:
-            # Behind the chunk's first token, which may be a latent position itself.
+            # The chunk's first token is left out. It may be a latent position itself.
             following = request.all_token_ids[num_computed_tokens + 1 : num_computed_tokens + count]
             if latent in following:
                 count = 1 + following.index(latent)
@@ -76,7 +77,7 @@ class LatentScheduling:
             problem = problem or self._contradiction(request, token)
         writer = request.latent_writer
         inside = writer is not None and writer.forced() is not None
-        if inside:  # room until the block is closed
+        if inside:  # raise the limit, so that the block can be closed
             needed = request.num_output_tokens + len(new_token_ids) + len(writer.queue)
             request.max_tokens = max(request.max_tokens, needed)
         new_token_ids, stopped = super()._update_request_with_output(
@@ -97,26 +98,26 @@ class LatentScheduling:
         return new_token_ids, stopped
 
     def _contradiction(self, request: Request, token: int) -> str:
-        """What is wrong with this token, in words, or "". The writer takes a right one."""
+        """What is wrong with this token, in words, or "". A right token goes to the writer."""
         writer = request.latent_writer
-        due = None if writer is None else writer.forced()
+        due = None if writer is None else writer.forced()  # (id, origin)
         if due is None:
             wrong = token == self.codec.latent_token_id
         else:
             wrong = token != due[0]
-        if wrong:  # the forcing's signal
+        if wrong:  # this is how `BlockForcer` signals a violated request
             return (
                 "integrity violation: a latent position was computed without the hidden state"
                 " before it, so its z and everything after it would be wrong"
             )
         if writer is not None:
-            writer.push(token, float("nan"))
+            writer.push(token, float("nan"))  # the scheduler has no log-probs and needs none
         return ""
 
 
 class LatentScheduler(LatentScheduling, Scheduler):
-    """For `async_scheduling=False`."""
+    """The scheduler with `async_scheduling=False`."""
 
 
 class LatentAsyncScheduler(LatentScheduling, AsyncScheduler):
-    """For `async_scheduling=True`, the default."""
+    """The scheduler with `async_scheduling=True`, the default."""

@@ -1,5 +1,5 @@
-"""What a request says about its turn, and the `TurnWriter` that follows it; the scheduler and the
-forcing share both.
+"""What a request says about its turn, and the `TurnWriter` that follows the turn. The scheduler and
+the forcing share both.
 
 A request carries its options as flat `extra_args` of the sampling parameters (`vllm_xargs` in the
 OpenAI-compatible API):
@@ -7,13 +7,13 @@ OpenAI-compatible API):
     latent_mode     free (the default), latent or think (the turn opens with that tag), or off
                     (`<latent>` stays plain text)
     latent_forced   token ids that open the turn
-    latent_written  how many ids at the end of the prompt already belong to the turn, whole blocks
-                    or not
+    latent_written  how many ids at the end of the prompt already belong to the turn; they may end
+                    inside a block
     latent_stops    strings that end the turn, outside of thoughts, as in the in-process engine;
                     their text is part of the answer only with `include_stop_str_in_output`
     latent_record   a key under which log-probs and z are kept for `LatentWorker.latent_records`
-    latent_seed     set by the scheduler from `seed`, or at random for a recorded request without
-                    one: the n-th token that the policy chooses takes the n-th draw of the seed
+    latent_seed     set by the scheduler, from `seed` or, for a recorded request without one, at
+                    random; the n-th token that the policy chooses takes the n-th draw of the seed
 
 vLLM is not imported here.
 """
@@ -30,17 +30,18 @@ from alar.records import Origin
 from alar.rollout.codec import Codec, codec_class
 from alar.rollout.engine import Sampling, TurnRequest, TurnWriter
 
-ENDLESS = 1 << 40  # vLLM keeps the token limit
+ENDLESS = 1 << 40  # tokens; vLLM applies the limit, the writer must not
 Count = Annotated[int, Field(strict=True, ge=0)]
 Text = Annotated[str, Field(min_length=1)]
 
 
 class TurnOptions(BaseModel):
-    """The options of a request, without `latent_`. A wrong one is a ValueError that names it."""
+    """The options of a request, named without `latent_`. A wrong one raises a ValueError that names
+    it."""
 
     model_config = ConfigDict(
         frozen=True,
-        extra="forbid",
+        extra="forbid",  # a misspelt option would otherwise be ignored
         alias_generator=lambda name: f"latent_{name}",
         populate_by_name=True,
         coerce_numbers_to_str=True,
@@ -54,20 +55,22 @@ class TurnOptions(BaseModel):
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any] | None) -> TurnOptions:
-        """Other libraries' arguments, without `latent_`, are left alone."""
+        """Read the options from `extra_args`. Arguments without `latent_` belong to others."""
         given = extra_args or {}
         return cls(**{key: given[key] for key in given if key.startswith("latent_")})
 
 
 def open_turn(codec: Codec, options: TurnOptions, prompt: Sequence[int]) -> TurnWriter | None:
-    """The writer of a turn that starts where `prompt` ends, less its last `written` ids. None if
-    nothing in the turn can be forced, forbidden or ended."""
+    """The writer of a turn. The turn starts `options.written` ids before the end of `prompt`.
+
+    None if nothing in the turn can be forced, forbidden or ended.
+    """
     allow_latent = options.mode != "off" and codec.latent_token_id is not None
-    constrained = codec.turn_phase(False) is not None
+    constrained = codec.turn_phase(False) is not None  # the codec restricts what may be chosen
     followed = allow_latent or constrained or options.forced or options.stops
     if not followed and options.mode != "think":
         return None
-    start = len(prompt) - options.written
+    start = len(prompt) - options.written  # where the turn begins
     context, written, forced = prompt[:start], prompt[start:], list(options.forced)
     if options.mode in ("latent", "think"):
         forced += _opening(codec, options.mode, [*context[-8:], *written, *forced])
@@ -77,6 +80,7 @@ def open_turn(codec: Codec, options: TurnOptions, prompt: Sequence[int]) -> Turn
     writer = TurnWriter(codec, request, Sampling(max_new_tokens=ENDLESS, stop=options.stops))
     for token in written:
         if writer.forced() is None:
+            # Queued, so that it does not count as SAMPLED: `draw` counts these.
             writer.queue.append((token, Origin.FORCED))
         writer.push(token, 0.0)
     writer.queue.extend((token, Origin.FORCED) for token in forced)
@@ -84,7 +88,7 @@ def open_turn(codec: Codec, options: TurnOptions, prompt: Sequence[int]) -> Turn
 
 
 def _opening(codec: Codec, mode: str, before: Sequence[int]) -> list[int]:
-    """Separator and open tag, less what the text already ends in."""
+    """The separator and the open tag, without what the text `before` already ends in."""
     if mode == "latent":
         tag, pieces = protocol.LATENT_OPEN, codec.latent_open
     else:
@@ -98,8 +102,10 @@ def _opening(codec: Codec, mode: str, before: Sequence[int]) -> list[int]:
 
 
 def problem_in_turn(options: TurnOptions, prompt: Sequence[int], choosable: int) -> str:
-    """Why no turn can begin so after this prompt, in words, or "". A policy may choose the ids
-    below `choosable`."""
+    """Why no turn with these options can follow this prompt, in words, or "".
+
+    A policy may choose the ids below `choosable`. The latent id and the spare rows lie above.
+    """
     if options.written > len(prompt):
         return f"latent_written {options.written}: the prompt has {len(prompt)} tokens"
     for token in options.forced:
@@ -117,6 +123,7 @@ def problem_in_context(codec: Codec, ids: Sequence[int]) -> str:
     if latent is None or latent not in ids:
         return ""
     ids, start = list(ids), 0
+    # Each pass checks one run of latent ids, [start, end).
     while latent in ids[start:]:
         start = ids.index(latent, start)
         end = start
@@ -127,6 +134,7 @@ def problem_in_context(codec: Codec, ids: Sequence[int]) -> str:
                 f"a latent block at token {start} of the context has {end - start} positions, this"
                 f" checkpoint has K = {count}"
             )
+        # A tag may be split into pieces in more than one way, so its text is compared, not its ids.
         opened = codec.text(ids[max(0, start - 8) : start]).endswith(protocol.LATENT_OPEN)
         if not opened or ids[end : end + len(codec.latent_close)] != codec.latent_close:
             return (
@@ -138,11 +146,12 @@ def problem_in_context(codec: Codec, ids: Sequence[int]) -> str:
     return ""
 
 
-_CODECS: dict[tuple[str, str | None, str], Codec] = {}  # by tokenizer, its revision, the config
+# (tokenizer, its revision, config) → codec
+_CODECS: dict[tuple[str, str | None, str], Codec] = {}
 
 
 def engine_codec(vllm_config) -> Codec:
-    """The codec of an engine's checkpoint; one for all parts that live in a process."""
+    """The codec of an engine's checkpoint. All parts of a process share one."""
     from transformers import AutoTokenizer
 
     model = vllm_config.model_config

@@ -1,4 +1,4 @@
-"""Worker extension: methods that vLLM's workers gain, called by name through `collective_rpc`."""
+"""Worker extension: methods that vLLM adds to its workers. `collective_rpc` calls them by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from alar.engines.vllm.notes import shared
 
-# What two checkpoints must share for one to take the other's place in a running engine.
+# What two checkpoints must share, so that one can replace the other in a running engine.
 SHAPE = (
     "model_type",
     "num_latent",
@@ -29,17 +29,16 @@ SHAPE = (
 
 class LatentWorker:
     def latent_records(self, keys: list[str]) -> list[dict | None]:
-        """Fetch and forget what was noted under these keys, see `Notes.fetch`."""
+        """What was noted under these keys (`Notes.fetch`), which is forgotten then."""
         store = shared(self.vllm_config).store
         return [store.take(key) for key in keys]
 
     def latent_reload(self, folder: str) -> int:
-        """Load trunk and projector of another checkpoint of the same shape in place; returns the
-        number of tensors.
+        """Load trunk and projector of another checkpoint in place. Returns the number of tensors.
 
-        Raises ValueError if its architecture, K, latent id or projector differ, or a tensor is
-        missing, unknown or of another shape; nothing has been loaded then. The caller resets the
-        prefix cache.
+        Raises ValueError if the architecture, K, latent id or projector differ, or if a tensor is
+        missing, unknown or of another shape. Nothing has been loaded then. The caller resets the
+        prefix cache, whose keys and values belong to the old weights.
         """
         from safetensors import safe_open
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -54,9 +53,9 @@ class LatentWorker:
                 )
 
         files = sorted(Path(folder).glob("*.safetensors"))
-        _require_whole(folder, files)
+        _require_whole(folder, files)  # before the first tensor is overwritten
 
-        def weights():
+        def weights():  # one tensor in memory at a time
             for path in files:
                 with safe_open(path, "pt") as tensors:
                     for key in tensors.keys():
@@ -70,8 +69,7 @@ class LatentWorker:
 
 
 def _require_whole(folder: str, files: list[Path]) -> None:
-    """Raise ValueError unless the files hold exactly the tensors of the model that the folder's
-    config describes."""
+    """Raise ValueError unless the files hold exactly the tensors that the config describes."""
     import torch
     from safetensors import SafetensorError, safe_open
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -79,8 +77,9 @@ def _require_whole(folder: str, files: list[Path]) -> None:
     with torch.device("meta"):  # shapes without memory
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    # A tied head is the embedding table, so a checkpoint need not hold it again.
     optional = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    found = {}
+    found = {}  # name → shape, read from the files' headers
     for path in files:
         try:
             with safe_open(path, "pt") as tensors:
