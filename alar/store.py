@@ -90,7 +90,7 @@ def key(name: str, ingredients: Any) -> str:
     'answers-061c9f0c66b0.jsonl'
     """
     path = Path(name)
-    # 12 digits, 48 bits: enough for a study's results
+    # 12 hexadecimal digits, 48 bits: enough for the results of a study.
     return f"{path.stem}-{digest(ingredients)[:12]}{path.suffix}"
 
 
@@ -105,7 +105,7 @@ def content(path: str | Path) -> str:
     path = Path(path)
     if path.is_file():
         return file_hash(path)
-    # a renamed file is another content
+    # A renamed file is another content.
     lines = [f"{name} {file_hash(path / name)}\n" for name in file_names(path)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -193,7 +193,7 @@ def _data_files(folder: Path) -> list[str]:
     names = []
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
-        # [:-1]: without `folder` itself
+        # [:-1] leaves out `folder` itself.
         packages = [folder / parent / "__init__.py" for parent in relative.parents[:-1]]
         cached = "__pycache__" in relative.parts
         if path.is_dir() or path.suffix in (".py", ".pyc") or cached:

@@ -106,7 +106,7 @@ def twin(folder: Path, others: Iterable[Path], parts: dict[str, Any]) -> Path | 
         receipt = None if other == folder else read_note(other / RECEIPT)
         if receipt is None or _difference(receipt["fingerprint"], parts):
             continue
-        # compared in our run folder, not in theirs
+        # Inputs are compared in our run folder, not in theirs.
         if not changed_input(folder.parent, receipt["inputs"]):
             if not _changed_output(other, receipt):
                 return other
@@ -183,7 +183,7 @@ def _changed_output(folder: Path, receipt: dict[str, Any]) -> str:
         path = folder / name
         if not path.is_file():
             return f"output {name} is missing"
-        # the size first: it is cheap
+        # The size comes first: it is cheap.
         if path.stat().st_size != known["bytes"] or file_hash(path) != known["sha256"]:
             return f"output {name} was altered"
     return ""

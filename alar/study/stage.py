@@ -57,7 +57,7 @@ def repository() -> Path:
     It is the current folder or one above it, else the one above this package, else the current one.
     """
     here = Path.cwd()
-    # parents[2] holds `alar/`
+    # parents[2] is the folder that holds `alar/`.
     for folder in (here, *here.parents, Path(__file__).resolve().parents[2]):
         if (folder / "run_all.py").is_file() and (folder / "alar").is_dir():
             return folder
@@ -93,7 +93,7 @@ class Stage:
             )
         name = f"{stage_name}/{file}" if file else stage_name
         noted = read_inputs(self.folder)
-        # None: it matters that it is missing
+        # None says that it was missing; if it appears, the stage runs again.
         noted[name] = content(path) if path.exists() else None
         write_json(self.folder / INPUTS, dict(sorted(noted.items())))
         return None if problem else path
@@ -124,7 +124,7 @@ class Stage:
             numbers = {
                 f"{prefix}/{key}": float(value)
                 for key, value in row.items()
-                # a bool counts as an int in Python
+                # A bool counts as an int in Python.
                 if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
             }
             self._reporter(numbers, int(row.get("step", 0)))
@@ -138,7 +138,7 @@ class Stage:
 
         Each row is logged with the seconds since the start, and moves a bar of `steps` steps.
         """
-        # rows of an earlier start would stand before these
+        # Rows of an earlier start would stand before the new ones.
         (self.folder / file).unlink(missing_ok=True)
         started, done = time.perf_counter(), 0  # done: steps that the bar has shown
         with progress(description=description, total=steps) as bar:
@@ -146,7 +146,7 @@ class Stage:
             def report(row: dict[str, Any]) -> None:
                 nonlocal done
                 self.log(row | {"seconds": round(time.perf_counter() - started, 2)}, file=file)
-                # rows may be several steps apart
+                # Rows may be several steps apart.
                 bar.update(row["step"] - done, note=f"loss {row['loss']:.3f}")
                 done = row["step"]
 
@@ -207,7 +207,7 @@ def changed_input(run_dir: Path, inputs: dict[str, str | None]) -> str:
     """ "" if all inputs still have the noted content, else the name of one that changed."""
     for name, noted in inputs.items():
         path = run_dir / name
-        # a file that has appeared differs too
+        # A file that has appeared differs too.
         if noted != (content(path) if path.exists() else None):
             return f"input {name} changed"
     return ""
@@ -227,7 +227,7 @@ class progress:
             total = len(iterable)
         self._iterable, self._description, self._total, self._done = iterable, description, total, 0
         self._started, self._reported, self._note = time.time(), 0.0, ""  # seconds since 1970
-        # a file of JSON lines, or None by hand
+        # The channel is a file of JSON lines; by hand there is none.
         self._channel, self._bar = os.environ.get(PROGRESS_CHANNEL), None
         if self._channel is None:
             from tqdm.auto import tqdm
@@ -250,7 +250,7 @@ class progress:
             if note:
                 self._bar.set_postfix_str(note, refresh=False)
             self._bar.update(count)
-        # seconds: a fast loop must not spend its time on reports
+        # In seconds: a fast loop must not spend its time on reports.
         elif time.time() - self._reported >= 0.2:
             self._report()
 
