@@ -72,7 +72,7 @@ class _Watch:
 
     def do(self, name: str, work: Work) -> int:
         """In a thread: run the work in a process until it ends, and show what it sends."""
-        # Not "fork": this process has threads and may have loaded torch, and neither survives it.
+        # Not "fork": this process has threads, perhaps torch's too, and they do not survive a fork.
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_obey, args=(work, theirs, self.live), name=name)
