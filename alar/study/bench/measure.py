@@ -83,7 +83,7 @@ class Results:
 
     def save(self, folder: str | Path) -> None:
         for name, table in vars(self).items():
-            # rounds.csv, summary.csv, ratios.csv.
+            # The files are rounds.csv, summary.csv and ratios.csv.
             table.to_csv(Path(folder) / f"{name}.csv", index=False)
 
 
@@ -106,7 +106,7 @@ def time_contests(
     with num_threads(threads), _quick_collections():
         for contest in progress(contests):
             peaks = {  # MiB
-                # Untimed: it also warms up.
+                # This run is not timed, and it warms up.
                 contestant.name: peak_memory(contestant.probe or contestant.run, device)
                 for contestant in contest.contestants
             }
@@ -131,7 +131,7 @@ def interleaved(
         for contestant in contestants:
             gc.collect()  # nobody pays for the garbage of the contestant before
             _synchronise(device)
-            # Cpu: of all threads of this process.
+            # CPU time is that of all threads of this process.
             wall, cpu = time.perf_counter(), time.process_time()
             tokens = contestant.run()
             _synchronise(device)
@@ -205,11 +205,11 @@ def _ratios(contest: Contest, runs: pd.DataFrame) -> Iterator[dict]:
         below = runs[runs["contestant"] == claim.denominator]
         for clock in CLOCKS:
             seconds = f"{clock}_s"
-            # One value per round.
+            # One ratio per round, in a series.
             ratio = (above[seconds] / above["tokens"]) / (below[seconds] / below["tokens"])
             yield vars(claim) | {"clock": clock} | _range("ratio", ratio)
 
 
 def _range(name: str, values: pd.Series) -> dict[str, float]:
-    # Value, name_low, name_high.
+    # The columns are `name`, `name_low` and `name_high`.
     return Estimate(values.median(), values.min(), values.max()).columns(name)

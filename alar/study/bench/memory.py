@@ -40,8 +40,7 @@ class AliveTensors(TorchDispatchMode):
         if address not in self._known:
             self._known.add(address)
             self.held += size
-            # When the storage dies its bytes are taken off. Nothing needs that when the interpreter
-            # ends.
+            # Take the bytes off when the storage dies, but not when the interpreter ends.
             weakref.finalize(storage, self._forget, address, size).atexit = False
 
     def _forget(self, address: int, size: int) -> None:

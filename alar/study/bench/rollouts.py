@@ -56,9 +56,9 @@ class GenerateEngine(Engine):
     @torch.no_grad()
     def _write(self, requests: Sequence[TurnRequest], sampling: Sampling) -> list[TurnOutput]:
         pad, width = self.tokenizer.pad_token_id, max(len(request.ids) for request in requests)
-        # (B, T), padded on the left.
+        # (B, T), padded on the left; T = width
         table = [[pad] * (width - len(request.ids)) + list(request.ids) for request in requests]
-        # (B, T), 1 at real tokens.
+        # (B, T), 1 at real tokens
         mask = [[0] * (width - len(request.ids)) + [1] * len(request.ids) for request in requests]
         device = self.model.device
         output = self.model.generate(
@@ -70,7 +70,7 @@ class GenerateEngine(Engine):
             stop_strings=list(sampling.stop),
             tokenizer=self.tokenizer,
         )
-        # Output: (B, T + new).
+        # `output` is (B, T + new tokens).
         return [self._turn(row, sampling) for row in output[:, width:].tolist()]
 
     def _turn(self, ids: list[int], sampling: Sampling) -> TurnOutput:
@@ -79,10 +79,10 @@ class GenerateEngine(Engine):
         finish = "length"
         if ids and ids[-1] == self.tokenizer.eos_token_id:
             finish = "eos"
-        # A stop text is shorter than 8 tokens.
+        # A stop text has at most 8 tokens, so only the end is read.
         elif any(stop in self.codec.text(ids[-8:]) for stop in sampling.stop):
             finish = "stop"
-        # `generate` keeps no log-probs: NaN.
+        # `generate` returns no log-probs here, so they are NaN.
         origins, logprobs = [int(Origin.SAMPLED)] * len(ids), [float("nan")] * len(ids)
         return TurnOutput(ids, origins, logprobs, finish=finish)
 
@@ -116,7 +116,7 @@ def rollout_contest(
         return run
 
     few, batched = questions[:single_questions], f"generate, batch {batch_size}"  # batched: a name
-    # Probe: one question has the same peak.
+    # The probe answers one question; its memory peak is of the same kind.
     single, probe = rollouts(GenerateEngine, few, 1), rollouts(GenerateEngine, questions[:1], 1)
     contestants = (
         Contestant("ours", rollouts(HFEngine, questions, batch_size)),

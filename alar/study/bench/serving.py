@@ -41,7 +41,7 @@ def _compared(model, one: Trajectory, other: Trajectory) -> dict:
     else:
         margin = float("nan") if one.ids == other.ids else float("inf")
     thoughts = one.count(Origin.LATENT, span=(0, equal))  # latent positions in the equal part
-    # (equal,), NaN where nothing was sampled.
+    # (equal,), NaN where a token was not sampled
     logprobs = np.abs(np.subtract(one.logprobs[:equal], other.logprobs[:equal]))
     latents = np.abs(one.latents[:thoughts] - other.latents[:thoughts])  # (n, H)
     return {
@@ -58,7 +58,7 @@ def _compared(model, one: Trajectory, other: Trajectory) -> dict:
 @torch.no_grad()
 def _margin(model, ids: Sequence[int], token: int, other: int) -> float:
     """log p(token) − log p(other) after `ids`."""
-    # (H,), at the last id.
+    # (H,), at the last id
     hidden = model.latent_states(torch.tensor([ids], device=model.device)).hidden[0, -1]
     logits = policy_logits(model, hidden)  # (V,)
     return (logits[token] - logits[other]).item()

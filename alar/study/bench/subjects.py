@@ -17,7 +17,7 @@ from alar.records import Origin
 from alar.rollout.codec import Codec
 from alar.train.examples import Example, collate, labels_from_origins
 
-HEAD_SIZE = 64  # width of one head, as in the shipped base
+HEAD_SIZE = 64  # width of one attention head
 BENCH_WORLD = "counterfactual-0"
 
 
@@ -62,8 +62,9 @@ def model_pair(
     length: int = 512,
     seed: int = 0,
 ) -> ModelPair:
-    """A pair with random weights in the proportions of the shipped base: its vocabulary, heads of
-    width 64, two query heads per key head. Raises ValueError for sizes that do not fit."""
+    """A pair with random weights in the proportions of the shipped base: its vocabulary, an MLP
+    three times as wide as the hidden size, two query heads per key head. Heads have a width of 64.
+    Raises ValueError for sizes that do not fit."""
     if hidden_size % (2 * HEAD_SIZE):
         raise ValueError(
             f"hidden_size is {hidden_size}: expected a multiple of {2 * HEAD_SIZE} (even heads)"
@@ -73,7 +74,7 @@ def model_pair(
     folder = embedded("search")
     heads = hidden_size // HEAD_SIZE
     settings = dict(
-        # Rows of the embedding, spare ones included.
+        # All rows of the embedding, also the spare ones.
         vocab_size=AutoConfig.from_pretrained(folder).vocab_size,
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
@@ -90,7 +91,7 @@ def model_pair(
         LatentQwen2Config(**settings, num_latent=num_latent, latent_token_id=latent_token_id)
     )
     plain = Qwen2ForCausalLM(Qwen2Config(**settings))
-    weights = latent.state_dict()  # shared names, so that both do the same arithmetic
+    weights = latent.state_dict()
     plain.load_state_dict({name: weights[name] for name in weights if ".projector." not in name})
     return ModelPair(f"hidden {hidden_size}, {layers} layers", latent, plain)
 
@@ -140,7 +141,7 @@ def random_batch(
             start = cut + number * steps  # earlier blocks shift this one
             ids[row, start : start + steps] = config.latent_token_id
     mask = (torch.arange(length)[None] < lengths[:, None]).long()  # (B, T)
-    # (B, T); -100 carries no loss.
+    # (B, T); −100 carries no loss
     labels = ids.masked_fill((mask == 0) | (ids == config.latent_token_id), -100)
     inputs = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "labels": labels}
     return TimedBatch(f"batch {batch_size}, {'padded' if padded else 'full'}", inputs)

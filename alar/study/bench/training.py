@@ -51,7 +51,7 @@ def training_contests(
         def run() -> int:
             model.zero_grad(set_to_none=True)
             with training_mode(model, checkpointed):
-                loss(**batch.inputs).backward()  # no optimiser: it costs all the same
+                loss(**batch.inputs).backward()  # no optimiser step: it would cost each the same
             model.zero_grad(set_to_none=True)
             return batch.real_tokens
 
@@ -146,7 +146,7 @@ def per_sample_loss(
         sample = embeddings[row, real][None]  # (1, L, H)
         # The first position of every block.
         starts = latent[row, real].nonzero()[::num_latent, 0].tolist()
-        # projector_only needs no graph here.
+        # For "projector_only" the cached passes need no graph.
         with nullcontext() if published else _plain_inference(model):
             found += _latents_of_sample(model, sample, starts, attached=published)
     if published:
@@ -160,11 +160,11 @@ def per_sample_loss(
     output = model.model(
         inputs_embeds=embeddings.index_put(latent.nonzero(as_tuple=True), z),  # (B, T, H)
         attention_mask=attention_mask,
-        # (B, T), counted over real tokens.
+        # (B, T), counted over real tokens
         position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),
         use_cache=False,
     )
-    # (B · (T − 1), V).
+    # (B · (T − 1), V)
     logits = model.lm_head(output.last_hidden_state[:, :-1]).float().flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)
     return loss, z
