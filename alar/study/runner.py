@@ -292,6 +292,6 @@ def _ending_on_terminate() -> Iterator[None]:
 
 
 def _portable(path: Path, root: Path) -> str:
-    """Relative to the repository if inside it, so that a run can move with the repository."""
+    """The path relative to the repository if it lies inside, so that a run can move with it."""
     path, root = path.resolve(), root.resolve()
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)

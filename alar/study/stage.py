@@ -36,7 +36,7 @@ _held: dict[Path, filelock.BaseFileLock] = {}
 
 
 class RunError(RuntimeError):
-    """Something about the run folder prevents going on; the message says what to do."""
+    """The state of the run folder does not let the run continue; the message says what to do."""
 
 
 def open_stage(name: str, run_dir: str | Path, *, report_to: str = "none") -> "Stage":

@@ -126,7 +126,7 @@ def time_contests(
 def interleaved(
     contestants: Sequence[Contestant], rounds: int, device: torch.device
 ) -> Iterator[dict]:
-    """One row for every run, in the order A B C A B C …"""
+    """One row per run, in the order A B C A B C …: tokens, and wall and CPU time in seconds."""
     for number in range(1, rounds + 1):
         for contestant in contestants:
             gc.collect()  # nobody pays for the garbage of the contestant before

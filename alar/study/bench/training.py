@@ -173,8 +173,10 @@ def per_sample_loss(
 def _latents_of_sample(
     model, sample: Tensor, starts: Sequence[int], *, attached: bool
 ) -> list[tuple[Tensor, Tensor]]:
-    """(h, z = f(h)), each (H,), for every latent position of one sample (1, L, H); h₀ with its
-    graph if `attached`."""
+    """(h, z = f(h)), each (H,), for every latent position of one sample (1, L, H).
+
+    starts: the first latent position of every block. attached: h₀ keeps its graph.
+    """
     cache, found, cursor = DynamicCache(config=model.config), [], 0
     for start in starts:
         chunk = sample[:, cursor:start]  # (1, l, H): the text before this block

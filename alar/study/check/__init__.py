@@ -112,7 +112,7 @@ def findings(
 
 
 def unknown_sets(experiment: Experiment, domain: str) -> Iterator[Finding]:
-    """Names in eval.sets that no evaluation knows."""
+    """Findings on names in eval.sets that no evaluation knows."""
     known = [*catalogue.EMBEDDED, *(published_sizes if domain == "search" else ASKED_CATEGORIES)]
     for name in experiment.eval.sets:
         if name not in known and not name.endswith(DATA_FILES):

@@ -229,11 +229,9 @@ def _by_domain(
         try:
             drafts[domain], places[domain] = Experiment.model_validate(values), where
         except ValidationError as error:
+            # A default stands nowhere; the message then names the file.
             problems += problem_lines(
-                # A default stands nowhere; the message then names the file.
-                error,
-                lambda section, key, where=where: where.get((section, key), path),
-                _nearest,
+                error, lambda section, key, where=where: where.get((section, key), path), _nearest
             )
             continue
         for dotted, problem in drafts[domain].inconsistencies():
@@ -298,7 +296,10 @@ def _layers(path: Path, variant: str | None) -> tuple[list[Layer], tuple[str, ..
 
 
 def _override(text: str) -> Layer:
-    """An override as a layer. A text or a location is taken as it stands; other values are YAML."""
+    """An override as a layer. A text or a location is taken as it stands; other values are YAML.
+
+    Raises ParameterError for an override of another form.
+    """
     place = f"--set {text}"
     match = re.fullmatch(r"\s*(\w+)\.(\w+)\s*=(.*)", text, re.DOTALL)
     if not match:

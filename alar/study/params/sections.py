@@ -251,7 +251,7 @@ class Ablations(Section):
 
 
 class Experiment(Section):
-    """Everything one parameter file says about one run (or about one of its variants)."""
+    """Everything that one parameter file, or one of its variants, says about one run."""
 
     run: Run = Run()
     model: Model = Model()
