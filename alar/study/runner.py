@@ -159,7 +159,7 @@ class _Runner:
         was reused)."""
         stem, count = notebook.stem, len(self.notebooks)
         folder = self.folder / stem
-        # What decides the result, by name.
+        # name → what decides the result
         parts = receipts.fingerprint(self.experiment, notebook, self.domain, self.root / "alar")
         reason = "forced" if self.force else receipts.reason_to_run(folder, parts)
         # Readers and `--publish` want the executed notebook too, which lies outside the folder.
@@ -197,7 +197,7 @@ class _Runner:
             *self.home.glob(f"*/*/{self.domain}/{stem}"),  # variants
         ]
         page = Path("executed") / notebook.name
-        # Readers want the page too.
+        # A stage is taken over only together with its executed notebook.
         others = [folder for folder in sorted(found) if (folder.parent / page).exists()]
         other = receipts.twin(self.folder / stem, others, parts)
         receipt = receipts.take_over(self.folder / stem, other, parts) if other else None

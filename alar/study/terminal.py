@@ -33,8 +33,8 @@ class Terminal:
         self._live: Live | None = None  # only in a terminal, while a stage runs
 
     def say(self, text: str) -> None:
-        self.console.print(Text(text), soft_wrap=True)  # as Text: rich would read [name] in a
-        message as markup
+        # As Text, because rich would read [name] in a message as markup.
+        self.console.print(Text(text), soft_wrap=True)
 
     def stage_starts(self, k: int, n: int, stem: str, reason: str) -> None:
         self._label, self._cell, self._bars = f"[{k}/{n}] {stem}", "starting", {}

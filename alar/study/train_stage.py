@@ -1,5 +1,4 @@
-"""Trains notebooks 03 and 04 on several GPUs: the training alone, with the same parameters, inputs
-and outputs.
+"""Trains notebooks 03 and 04 on several GPUs, with the same parameters, inputs and outputs.
 
     torchrun --nproc-per-node 8 -m alar.study.train_stage 03_aasd -f
     runs/paper/search/executed/03_aasd.params.yaml
