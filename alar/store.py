@@ -1,4 +1,4 @@
-"""Finished work, done once: each result lies under a key that is made from all that decides it.
+"""Finished work, done once: each result has a key made from everything that decides it.
 
     store = Store(folder)
     name = key("multiple-00000.jsonl", {"checkpoint": content(checkpoint), "mode": "free"})
@@ -6,12 +6,13 @@
         with store.writing(name) as aside:
             write_trajectories(aside, roll_out())
 
-Whoever has the same ingredients finds the result; with other ingredients the key is another one, so
-results are never mixed up and nothing has to be declared out of date. A result is written aside and
-renamed, so what `get` finds is always whole: a kill leaves nothing or the finished result. A long
-piece of work puts its shards into the store one by one and goes on behind the last one.
+The same ingredients give the same key and find the result. Other ingredients give another key, so
+results are never mixed up and nothing has to be declared out of date. A result is written beside
+its place and then renamed, so `get` only finds whole results: a kill leaves either nothing or the
+finished result. Long work stores its shards one by one; after a kill it continues with the first
+one that is missing.
 
-What may decide a result: values (as JSON), files and folders (`content`) and code (`closure`).
+Values (as JSON), files and folders (`content`) and code (`closure`) may decide a result.
 """
 
 import ast
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent  # of `alar`
-# A stage's own notes, which are no part of what it computed; hidden files are not either.
+# A stage's own notes. They are not part of what it computed, and neither are hidden files.
 RECEIPT, RESUME = "stage.json", "resume"
 
 
@@ -39,7 +40,7 @@ class Store:
 
     def get(self, key: str) -> Path | None:
         """The finished file or folder, or None."""
-        path = self.folder / key
+        path = self.folder / key  # a file or a folder, as the writer chose
         return path if path.exists() else None
 
     def writing(self, key: str) -> contextlib.AbstractContextManager[Path]:
@@ -56,17 +57,19 @@ class Store:
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A path beside `path` for a file or a folder, which replaces `path` when the block ends well.
+    """A path beside `path` for a file or a folder. It replaces `path` when the block ends well.
 
-    Folders cannot be replaced in one step: a kill in between leaves none, never half of one.
+    A folder cannot be replaced in one step: a kill in between leaves no folder, never half of one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Hidden, so that no listing takes it for a result. In the same folder, so that the rename stays
+    # on one file system.
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    remove(aside)  # of a killed process that had this number
+    remove(aside)  # left by a killed process that had the same process id
     try:
         yield aside
         if path.is_dir():
-            remove(path)
+            remove(path)  # `os.replace` does not replace a folder that holds files
         os.replace(aside, path)
     finally:
         remove(aside)
@@ -75,7 +78,7 @@ def whole(path: Path) -> Iterator[Path]:
 def remove(path: Path) -> None:
     """Delete a file, a link or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        shutil.rmtree(path)  # a link is only unlinked: its target is not ours
     else:
         path.unlink(missing_ok=True)
 
@@ -87,19 +90,22 @@ def key(name: str, ingredients: Any) -> str:
     'answers-061c9f0c66b0.jsonl'
     """
     path = Path(name)
+    # 12 hexadecimal digits, 48 bits: enough for the results of a study.
     return f"{path.stem}-{digest(ingredients)[:12]}{path.suffix}"
 
 
 def digest(value: Any) -> str:
     """SHA-256 of a value as JSON, whatever the order of its keys."""
+    # Sorted keys: equal dicts give equal text.
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def content(path: str | Path) -> str:
-    """Hash of a file, or of a folder's files and their names, without `is_note`."""
+    """Hash of a file, or of a folder's files and their names (those of `file_names`)."""
     path = Path(path)
     if path.is_file():
         return file_hash(path)
+    # A renamed file is another content.
     lines = [f"{name} {file_hash(path / name)}\n" for name in file_names(path)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -121,7 +127,7 @@ def file_names(folder: Path) -> list[str]:
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of a file's bytes; read again only if size, time of change or inode differ."""
+    """SHA-256 of a file's bytes. It is read again only if size, time of change or inode differ."""
     stat = path.stat()  # a folder of checkpoints has gigabytes: hash each once in a process
     return _file_hash(path, stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
@@ -133,17 +139,18 @@ def _file_hash(path: Path, size: int, modified: int, inode: int) -> str:
 
 
 def closure(modules: Iterable[str], package: Path = PACKAGE) -> dict[str, str]:
-    """Module or data file of the package → hash, for all that the given modules reach by imports.
+    """Module or data file of the package → hash, for all that the given modules import, directly
+    or not.
 
-    Importing a.b.c runs the __init__ of a and a.b, so these belong to it. Data files belong to the
-    package whose folder they are in.
+    Importing a.b.c runs the __init__ of a and a.b, so these are included. A data file belongs to
+    the package whose folder it is in.
     """
     found: dict[str, str] = {}
-    waiting = list(modules)
+    waiting = list(modules)  # dotted names whose files are still to be read
     while waiting:
         name = waiting.pop()
         parts = name.split(".")
-        folder = package.joinpath(*parts[1:])
+        folder = package.joinpath(*parts[1:])  # parts[0] is the package itself
         source = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
         if parts[0] != package.name or name in found:
             continue
@@ -151,7 +158,7 @@ def closure(modules: Iterable[str], package: Path = PACKAGE) -> dict[str, str]:
         if not source.is_file():
             continue  # `from alar.x import function` names no module
         found[name] = file_hash(source)
-        own_package = name if folder.is_dir() else name.rpartition(".")[0]
+        own_package = name if folder.is_dir() else name.rpartition(".")[0]  # for relative imports
         waiting += imports(ast.parse(source.read_bytes()), own_package)
         if folder.is_dir():
             found |= {f"{name}: {file}": file_hash(folder / file) for file in _data_files(folder)}
@@ -164,28 +171,29 @@ def imports(tree: ast.AST, package: str) -> set[str]:
     `package` resolves relative imports.
     """
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(tree):  # imports inside functions too
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 parts = package.split(".")
-                parents = parts[: len(parts) - node.level + 1]
+                parents = parts[: len(parts) - node.level + 1]  # one dot is the package itself
                 base = ".".join([*parents, base]) if base else ".".join(parents)
             names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            # importlib.import_module("alar.x") and tables of modules that are imported late
+            # The text in importlib.import_module("alar.x"), and tables of modules imported late.
             if re.fullmatch(r"alar(\.[a-z_]\w*)+", node.value):
                 names.add(node.value)
     return names
 
 
 def _data_files(folder: Path) -> list[str]:
-    """Files of a package that are not Python, subfolders included unless they are packages."""
+    """Files of a package that are not Python, also in subfolders that are not packages."""
     names = []
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
+        # [:-1] leaves out `folder` itself.
         packages = [folder / parent / "__init__.py" for parent in relative.parents[:-1]]
         cached = "__pycache__" in relative.parts
         if path.is_dir() or path.suffix in (".py", ".pyc") or cached:

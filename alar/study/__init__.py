@@ -1,2 +1,2 @@
-"""The study as a whole: parameters, stages and their receipts, the runner, provenance, `--check`,
-benchmarks, commands."""
+"""The study as a whole: parameter files, stages and their receipts, the runner, provenance,
+`--check`, benchmarks and commands."""

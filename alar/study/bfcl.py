@@ -1,11 +1,11 @@
-"""Evaluation of any checkpoint, through any engine, on BFCL's single-turn categories, per category
-and macro.
+"""Evaluates any checkpoint, through any engine, on BFCL's single-turn categories: accuracy of each
+category and their mean.
 
     python -m alar.study.bfcl FOLDER RESULTS    the paper's four categories; --help lists the rest
 
-Every `shard` questions are written as one file of trajectories into a store (`alar.store`): a later
-call with the same checkpoint and settings reads what is there and goes on. Questions too long for
-the model's context are wrong answers, counted in the table, not left out.
+The trajectories of every `shard` questions are written as one file into a store (`alar.store`). A
+later call with the same checkpoint and settings reads the files that are there and asks the rest. A
+question that is too long for the model's context counts as answered wrongly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from alar.rollout.loop import MODES
 from alar.store import Store, checkpoint_content, key
 from alar.study.stage import progress
 
-BEHIND_PROMPT = 32  # positions kept free between the prompt and the limit of new tokens
+BEHIND_PROMPT = 32  # positions kept free besides the prompt and `max_new_tokens`
 
 
 def evaluate_bfcl(
@@ -47,14 +47,14 @@ def evaluate_bfcl(
     shard: int = 128,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> pd.DataFrame:
-    """Greedy rollouts; one row per question: `category`, `correct`, `reason`, and the columns of
+    """Roll out greedily. One row per question: `category`, `correct`, `reason`, and the columns of
     `question_table`.
 
     `folder` is the store of the shards. `checkpoint` is what the engine was opened on, a folder or
-    a hub id; its content decides, with the settings, whether a shard is there already. `questions`
-    limits each category to its first ones; `context` is the model's number of positions.
+    a hub id; its content and the settings decide whether a shard is there already. `questions`
+    limits each category to its first ones. `context` is the model's number of positions.
     `accuracy_table` turns the result into accuracies with intervals. Raises ValueError for the
-    Java and JavaScript categories, whose prompts would have to ask for source text in place of JSON
+    Java and JavaScript categories: their prompts would have to ask for source text instead of JSON
     values.
     """
     if foreign := set(categories) & set(bfcl.LANGUAGES):
@@ -62,7 +62,7 @@ def evaluate_bfcl(
             f"categories: {', '.join(sorted(foreign))} cannot be asked here; the checker can judge"
             " their answers"
         )
-    # The batch size changes no more than the rounding, so it is no ingredient.
+    # The batch size only changes the rounding, so it does not decide a result.
     settings = {
         "checkpoint": checkpoint_content(checkpoint),
         "mode": mode,
@@ -70,6 +70,7 @@ def evaluate_bfcl(
         "context": context,
         "data": bfcl.PACKAGE,
     }
+    # `execute=False`: the checker judges the calls as written; nothing runs them.
     store, environment, tables = Store(folder), ToolEnvironment(execute=False), []
 
     def roll_out(path: Path, asked: Sequence[Question]) -> None:
@@ -79,20 +80,23 @@ def evaluate_bfcl(
             [question for question in asked if _fits(engine, question, context - max_new_tokens)],
             mode=mode,
             max_new_tokens=max_new_tokens,
-            max_turns=1,
+            max_turns=1,  # single-turn categories
             batch_size=batch_size,
             progress=progress,
         )
         write_trajectories(path, answered)
 
     for category in categories:
-        items = bfcl.load_category(category)[:questions]
+        items = bfcl.load_category(category)[:questions]  # None: all of them
         asked = [bfcl_request(item).question(item.id, world="bfcl") for item in items]
         trajectories: list[Trajectory] = []
+        # A kill costs at most one shard.
         for start in range(0, len(asked), shard):
             part = asked[start : start + shard]
             ids = [question.id for question in part]
+            # The ids are in the key: other questions give other answers.
             name = key(f"{category}-{start:05d}-{len(part)}.jsonl", {**settings, "ids": ids})
+            # The default `part=part` keeps this shard's value; the loop changes the name.
             path = store.once(name, lambda path, part=part: roll_out(path, part))
             trajectories += read_trajectories(path)
         tables.append(_table(category, asked, trajectories))
@@ -104,15 +108,18 @@ def _table(
 ) -> pd.DataFrame:
     reasons = [verdict(trajectory).reason for trajectory in trajectories]
     table = question_table(trajectories, "bfcl").assign(reason=reasons)
+    # Questions that `_fits` left out.
     missing = sorted({question.id for question in asked} - set(table["question_id"]))
     if missing:
         reason = "the prompt is longer than the model's context"
+        # The columns that are not given here become NaN.
         absent = pd.DataFrame({"question_id": missing, "correct": False, "reason": reason})
         table = pd.concat([table, absent], ignore_index=True)
     return table.assign(category=category)
 
 
 def _fits(engine: Engine, question: Question, room: int) -> bool:
+    # The ids of the whole prompt, with the function descriptions.
     prompt = engine.codec.encode(ToolEnvironment.form.prompt(question))
     return len(prompt) + BEHIND_PROMPT <= room
 
@@ -147,6 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=2048)
     options = parser.parse_args(argv)
     try:
+        # The number of positions; longer questions are not asked.
         context = AutoConfig.from_pretrained(options.checkpoint).max_position_embeddings
         with opened_engine(options.checkpoint, options.engine) as engine:
             table = evaluate_bfcl(
@@ -163,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    accuracy = accuracy_table(table)
+    accuracy = accuracy_table(table)  # per category, and their mean
     table.to_csv(options.results / "questions.csv", index=False)
     accuracy.to_csv(options.results / "accuracy.csv", index=False)
     print(accuracy.to_string(index=False, float_format="{:.3f}".format))

@@ -1,11 +1,10 @@
-"""Runs one notebook headless: papermill with the kernel of the running interpreter, watched from
-outside.
+"""Runs one notebook headless, by papermill, with the running interpreter as its kernel.
 
-papermill works in a thread while the calling thread looks after the terminal, so that Ctrl-C ends
-the kernel at once. The kernel is started from our own specification, because a `python3` in the
-user's home would take precedence over the running interpreter. If this process is killed the kernel
-notices within a second and ends too (ipykernel polls its parent); until then it holds the lock of
-its stage (`alar.study.stage.lock_stage`).
+papermill works in a thread and the calling thread looks after the terminal, so Ctrl-C ends the
+kernel at once. We start the kernel from our own specification, because a `python3` kernel in the
+user's home would take precedence over the running interpreter. If this process is killed, the
+kernel notices within a second and ends too (ipykernel polls its parent). Until then it holds the
+lock of its stage (`alar.study.stage.lock_stage`).
 """
 
 import contextlib
@@ -25,8 +24,8 @@ from alar.study.provenance import available_cores
 from alar.study.stage import PROGRESS_CHANNEL
 
 TICK = 0.25  # seconds between two looks at the kernel's progress
-KERNEL_STARTS = 180  # seconds in which a kernel answers, on a busy machine too
-TRACEBACK_LINES = 25
+KERNEL_STARTS = 180  # seconds that a kernel may take to answer; a busy machine is slow
+TRACEBACK_LINES = 25  # the last ones, which name the cause
 
 
 @dataclass
@@ -61,17 +60,19 @@ def execute(
 ) -> None:
     """Run `notebook` with flat `parameters`, writing the executed copy as it goes.
 
-    on_cell(k, n): the k-th of n code cells starts; on_progress(row): a bar moved; on_tick: about
-    four times a second, all in the calling thread. Raises CellFailed.
+    on_cell(k, n): the k-th of n code cells starts. on_progress(row): a bar moved. on_tick(): about
+    four times a second. All three are called in the calling thread. threads: 0 = all cores. Raises
+    CellFailed.
     """
     executed.parent.mkdir(parents=True, exist_ok=True)
     code_cells = sum(cell.is_code for cell in notebooks.cells_of(notebook))
     total = code_cells + bool(parameters)  # papermill adds a cell that sets them
-    seen = 0
+    seen = 0  # code cells that `on_cell` has been told of
     with tempfile.TemporaryDirectory(prefix="alar-") as folder:
         channel = Path(folder) / "progress.jsonl"
         channel.touch()
         work = _Papermill(executed, kernel_environment(root, threads, channel))
+        # Daemon: a papermill that hangs must not keep this process alive.
         thread = threading.Thread(target=work.run, args=(notebook, parameters), daemon=True)
         thread.start()
         rows = _tail(channel)
@@ -87,21 +88,22 @@ def execute(
         finally:
             if thread.is_alive():  # Ctrl-C arrived here
                 work.kill_kernel()
-                thread.join(20)
+                thread.join(20)  # seconds for papermill to notice and to write the notebook
     if work.error is not None:
         raise work.failure(notebook, total) from None
-    work.kernel_log.unlink(missing_ok=True)
+    work.kernel_log.unlink(missing_ok=True)  # of interest only after a failure
 
 
 def kernel_environment(root: Path, threads: int, channel: Path) -> dict[str, str]:
-    """Variables for the kernel: this repository first on the path, and as many threads as asked for
+    """Variables for the kernel: this repository comes first on the path, and `threads` are used
     (0 = all cores)."""
     count = str(threads or all_cores())
+    # First, so that an installed `alar` does not hide this one.
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONHASHSEED": "0",  # sets have the same order in every run
-        "OMP_NUM_THREADS": count,
+        "OMP_NUM_THREADS": count,  # read when torch is imported, so set from outside
         "MKL_NUM_THREADS": count,
         "OPENBLAS_NUM_THREADS": count,
         PROGRESS_CHANNEL: str(channel),
@@ -109,8 +111,8 @@ def kernel_environment(root: Path, threads: int, channel: Path) -> dict[str, str
 
 
 def all_cores() -> int:
-    """Physical cores, within what this process may use: a second thread per core slows dense
-    kernels down."""
+    """Physical cores that this process may use. A second thread per core slows dense kernels
+    down."""
     import psutil
 
     available = available_cores()
@@ -124,7 +126,7 @@ class _Papermill:
         self.executed, self.environment = executed, environment
         self.kernel_log = executed.with_suffix(".log")  # what the kernel's process itself writes
         self.started_cells = 0
-        self.manager: Any = None
+        self.manager: Any = None  # of the kernel, once it has started
         self.error: BaseException | None = None
 
     def run(self, notebook: Path, parameters: dict[str, Any]) -> None:
@@ -143,14 +145,15 @@ class _Papermill:
                     progress_bar=False,
                     cwd=notebook.parent,
                 )
+        # Nothing may end this thread unseen; the calling thread raises it again.
         except BaseException as error:
             self.error = error
 
     def _cell_starts(self, cell: Any, cell_index: int) -> None:
-        self.started_cells += cell.cell_type == "code"
+        self.started_cells += cell.cell_type == "code"  # Markdown cells start too
 
     def _kernel_manager(self, log: Any) -> type:
-        """A manager that starts the running interpreter, its own output going to `log`."""
+        """A manager that starts the running interpreter. The process's own output goes to `log`."""
         from jupyter_client.kernelspec import KernelSpec
         from jupyter_client.manager import AsyncKernelManager
 
@@ -166,7 +169,7 @@ class _Papermill:
             kernel_spec = spec
 
             async def start_kernel(self, **options):
-                watch.manager = self
+                watch.manager = self  # so that `kill_kernel` finds the process
                 await super().start_kernel(**options | {"stdout": log, "stderr": log})
 
         return OwnKernel
@@ -179,7 +182,8 @@ class _Papermill:
                 process.kill()
 
     def failure(self, notebook: Path, cells: int) -> BaseException:
-        """What ended the notebook, as CellFailed where it is that."""
+        """What ended the notebook: CellFailed for a failed cell or a dead kernel, else the
+        error."""
         from nbclient.exceptions import DeadKernelError
         from papermill.exceptions import PapermillExecutionError
 
@@ -199,9 +203,10 @@ class _Papermill:
 
 
 def _tail(path: Path) -> Iterator[list[dict]]:
-    """Each step gives the whole lines that were appended since the last one."""
+    """Each `next` gives the whole lines appended since the one before, parsed as JSON."""
     with path.open("rb") as stream:
         pending = b""
         while True:
+            # The last piece may be half a line.
             *lines, pending = (pending + stream.read()).split(b"\n")
             yield [json.loads(line) for line in lines if line]

@@ -1,7 +1,6 @@
-"""Who may work where: one process per run folder, and one at a time on the same stage with equal
-inputs.
+"""Locks: one process per run folder, and one run at a time on the same stage with equal inputs.
 
-These are locks of the operating system, which frees them however their process ends.
+They are locks of the operating system, which frees them however their process ends.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ from alar.files import write_json
 from alar.study.stage import LOCKS, RunError, read_note
 
 RUN = "run"
-ORPHAN = 3.0  # seconds in which a process whose parent was killed has noticed it
+ORPHAN = 3.0  # seconds; by then a process has noticed that its parent was killed
 
 
 @contextlib.contextmanager
@@ -25,7 +24,7 @@ def whole_run(run_dir: Path) -> Iterator[None]:
     home = run_dir / LOCKS
     home.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(home / RUN)
-    holder = home / f"{RUN}.json"
+    holder = home / f"{RUN}.json"  # who holds the lock, for the message of the next one
     try:
         lock.acquire(timeout=ORPHAN)
     except filelock.Timeout:
@@ -35,6 +34,7 @@ def whole_run(run_dir: Path) -> Iterator[None]:
             f" {held['since']}); wait for it, or choose another folder with --run-dir"
         ) from None
     try:
+        # After the lock is ours, so that it names the right process.
         write_json(holder, {"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
         yield
     finally:
@@ -51,13 +51,13 @@ def same_work(home: Path, work: str, say: Callable[[str], None]) -> Iterator[Non
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(path)
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=0)  # only to learn whether to say that we wait
     except filelock.Timeout:
         say(
             f"{work.rpartition('-')[0]} is at work in another run, with equal inputs; waiting for"
             " its result"
         )
-        lock.acquire()
+        lock.acquire()  # without a limit: the other run may train for hours
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-"""`provenance.json`: everything needed to say where a number comes from, written after every stage.
+"""`provenance.json` says where the numbers of a run come from. It is written after every stage.
 
-Git commit and whether the tree was clean, package versions, hardware, seed and parameters, and per
-stage the wall time, key, inputs and output hashes.
+It holds the git commit and whether the tree was clean, package versions, hardware, seed and
+parameters; and for each stage the wall time, key, inputs and output hashes.
 """
 
 import importlib.metadata
@@ -27,12 +27,14 @@ def update(
     receipt: dict[str, Any],
     root: Path,
 ) -> None:
-    """Rewrite the run's provenance with one more finished stage, whose receipt is given."""
+    """Rewrite the run's provenance with one more finished stage. `receipt` is that stage's."""
     path = run_dir / "provenance.json"
     before = read_note(path) or {}
     state = git(root)
+    # The fingerprint is left out: it is long, and `key` is its hash.
     noted = {key: receipt[key] for key in ("key", "finished", "seconds", "inputs", "outputs")}
-    # A stage that was taken over from another run says here who copied it, not who computed it.
+    # For a stage copied from another run this is the state that copied it, not the one that
+    # computed it.
     noted["made_with"] = state | {"python": platform.python_version()}
     write_json(
         path,
@@ -46,14 +48,16 @@ def update(
             "python": platform.python_version(),
             "packages": packages(),
             "hardware": hardware(),
-            "updated": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "updated": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),  # UTC
+            # stage → its note; the notes of the other stages stay.
             "stages": before.get("stages", {}) | {stage: noted},
         },
     )
 
 
 def git(root: Path) -> dict[str, Any]:
-    """Commit and dirty flag; both None outside a repository or without git."""
+    """`commit`, and `dirty` for uncommitted changes; both None outside a repository or without
+    git."""
 
     def run(*arguments):
         try:
@@ -64,7 +68,7 @@ def git(root: Path) -> dict[str, Any]:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    status = run("status", "--porcelain")
+    status = run("status", "--porcelain")  # "" if the tree is clean
     return {"commit": run("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
 
 
@@ -88,7 +92,7 @@ def hardware() -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": [],
     }
-    # Importing torch takes seconds, so it is asked only where there may be a GPU.
+    # Importing torch takes seconds, so we do it only where there may be a GPU.
     if "torch" in sys.modules or Path("/proc/driver/nvidia").exists() or sys.platform == "darwin":
         import torch
 
@@ -102,8 +106,9 @@ def hardware() -> dict[str, Any]:
 
 
 def nvidia_gpus() -> list[tuple[str, int]]:
-    """(name, bytes of memory) of every GPU that the driver shows, asked without torch, whose import
+    """(name, bytes of memory) of every GPU that the driver shows. Does not import torch, which
     takes seconds."""
+    # The memory is given in MiB.
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -111,6 +116,7 @@ def nvidia_gpus() -> list[tuple[str, int]]:
         return []
     if done.returncode:
         return []
+    # Split from the right: a name may hold a comma.
     rows = [line.rsplit(",", 1) for line in done.stdout.splitlines()]
     return [(name.strip(), int(mebibytes) * 2**20) for name, mebibytes in rows]
 
@@ -118,7 +124,7 @@ def nvidia_gpus() -> list[tuple[str, int]]:
 def available_cores() -> int:
     """Logical cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
+        return len(os.sched_getaffinity(0))  # containers and batch systems may allow fewer
     return os.cpu_count() or 1
 
 

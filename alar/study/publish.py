@@ -1,12 +1,11 @@
-"""`--publish`: the figures and the executed notebooks of a finished run, as files for the
-repository.
+"""`--publish`: writes the figures and the executed notebooks of a finished run into the repository.
 
-`figures/` gets what stages 07 and 08 wrote, and below it a folder for each notebook on request that
-drew figures; `notebooks/executed/` gets one HTML page per notebook, which needs a network for its
-formulas only (MathJax), with images reduced and without widgets, timestamps or machine paths, so
-that publishing the same run twice changes nothing, and the report of the latent inspector. The
-search domain is published at the top, any other in a folder of its name. More than 5 MB of pages is
-an error.
+`figures/` gets what stages 07 and 08 wrote. Below it, each notebook on request that drew figures
+gets a folder. `notebooks/executed/` gets one HTML page per notebook, and the report of the latent
+inspector. A page needs a network only for its formulas (MathJax). Its images are reduced, and it
+has no widgets, timestamps or machine paths, so publishing the same run twice changes nothing. The
+search domain is published at the top, any other domain in a folder of its name. More than 5 MB of
+pages are an error.
 """
 
 import base64
@@ -23,10 +22,10 @@ from alar.study.params.sections import ON_REQUEST
 from alar.study.stage import RunError
 
 LIMIT = 5 * 2**20  # bytes of HTML in all
-IMAGE_WIDTH = 900  # pixels
+IMAGE_WIDTH = 900  # pixels; a page's text is about as wide (60 rem)
 WIDGET = "application/vnd.jupyter.widget-view+json"
 TOP_DOMAIN = "search"
-FIGURE_STAGES = ("07_figures", "08_latent_inspector")  # the second never without the first
+FIGURE_STAGES = ("07_figures", "08_latent_inspector")  # the second only together with the first
 REPORT = Path("08_latent_inspector", "report.html")
 FIGURE_FILES = (".png", ".svg", ".csv", ".pdf")
 
@@ -53,8 +52,12 @@ img, svg {{ max-width: 100%; height: auto; }} .prompt, .anchor-link {{ display: 
 
 
 def publish(finished: list[tuple[str, Path]], root: Path) -> list[str]:
-    """Publish the runs, given as (domain, run folder); returns lines that say what went where."""
-    lines, pages = [], {}
+    """Publish the runs, given as (domain, run folder). Returns lines that say what went where.
+
+    Raises RunError if the pages are too large or a run has no figures.
+    """
+    lines, pages = [], {}  # pages: target file → HTML
+    # domain → its folder below the targets
     below = {domain: "" if domain == TOP_DOMAIN else domain for domain, _ in finished}
     for domain, run_dir in finished:
         target = root / "notebooks" / "executed" / below[domain]
@@ -63,9 +66,10 @@ def publish(finished: list[tuple[str, Path]], root: Path) -> list[str]:
         report = run_dir / REPORT
         if report.exists():
             pages[target / "latent_report.html"] = report.read_text(encoding="utf-8")
+    # In bytes. Nothing is written before this is checked.
     total = sum(len(page.encode()) for page in pages.values())
     if total > LIMIT:
-        largest = sorted(pages, key=lambda path: -len(pages[path]))[:3]
+        largest = sorted(pages, key=lambda path: -len(pages[path]))[:3]  # the three to make smaller
         sizes = ", ".join(f"{path.name} {len(pages[path]) / 2**20:.1f} MB" for path in largest)
         raise RunError(
             f"the executed notebooks take {total / 2**20:.1f} MB, more than {LIMIT / 2**20:.0f} MB,"
@@ -88,34 +92,38 @@ def to_html(executed: Path, root: Path) -> str:
     from pygments.formatters import HtmlFormatter
 
     notebook = nbformat.read(executed, as_version=4)
+    # Only what every machine shares: papermill notes times and paths here.
     notebook.metadata = {
         "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}
     }
     for cell in notebook.cells:
-        cell.metadata = {}
+        cell.metadata = {}  # papermill's timestamps
         for output in cell.get("outputs", []):
             _reduce(output)
         if "outputs" in cell:
             cell.outputs = [output for output in cell.outputs if not _is_bare_widget(output)]
     body, _ = HTMLExporter(template_name="basic").from_notebook_node(notebook)
     prose = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
-    heading = re.search(r"^# (.*)", "\n".join(prose), re.MULTILINE)
+    heading = re.search(r"^# (.*)", "\n".join(prose), re.MULTILINE)  # the first level-1 heading
     title = heading[1] if heading else executed.stem
-    run_dir = executed.parents[1]
+    run_dir = executed.parents[1]  # above the folder `executed`
+    # A run folder may lie anywhere on the machine.
     body = body.replace(str(run_dir), f"runs/{run_dir.parent.name}/{run_dir.name}")
-    body = body.replace(f"{root}/", "").replace(str(root), ".")
+    body = body.replace(f"{root}/", "").replace(str(root), ".")  # no machine paths in a public page
     code_style = HtmlFormatter().get_style_defs(".highlight")
     return PAGE.format(title=html.escape(title), body=body, code_style=code_style)
 
 
 def _publish_figures(run_dir: Path, target: Path) -> list[str]:
-    """The study's figures into `target`, those of a notebook on request into a folder of its own
-    below."""
+    """Copy the study's figures into `target`, and those of each notebook on request into a folder
+    below it. Returns lines that say what went where."""
     study = [path for stage in FIGURE_STAGES for path in _figures(run_dir / stage)]
     others = {
+        # A table only if there is a figure of the same name.
         stage: [path for path in _figures(run_dir / stage) if path.with_suffix(".png").exists()]
         for stage in ON_REQUEST
     }
+    # folder → its files
     found = {target: study} | {target / stage: files for stage, files in others.items()}
     if not any(found.values()) or (study and not _figures(run_dir / FIGURE_STAGES[0])):
         raise RunError(
@@ -128,7 +136,7 @@ def _publish_figures(run_dir: Path, target: Path) -> list[str]:
             continue
         folder.mkdir(parents=True, exist_ok=True)
         for old in _figures(folder):
-            old.unlink()
+            old.unlink()  # a figure that is no longer drawn must not stay
         for path in files:
             shutil.copyfile(path, folder / path.name)
         lines.append(f"{len(files)} figures and tables in {folder}")
@@ -140,13 +148,13 @@ def _figures(folder: Path) -> list[Path]:
 
 
 def _reduce(output) -> None:
-    """Smaller images, no widget state."""
+    """Make the images of one output smaller and drop its widget state, in place."""
     data = output.get("data", {})
     if data.pop(WIDGET, None) is not None and set(data) <= {"text/plain"}:
         data.clear()  # a widget without a static twin: its repr says nothing to a reader
     if "image/png" in data:
         data["image/png"] = _smaller(data["image/png"])
-        data.pop("image/svg+xml", None)
+        data.pop("image/svg+xml", None)  # the same image once more, and larger
 
 
 def _is_bare_widget(output) -> bool:
@@ -154,7 +162,7 @@ def _is_bare_widget(output) -> bool:
 
 
 def _smaller(encoded: str) -> str:
-    """A PNG at most IMAGE_WIDTH wide with a palette, unless that makes it larger."""
+    """A base64 PNG, reduced to IMAGE_WIDTH and a palette; unchanged if that would be larger."""
     from PIL import Image
 
     image = Image.open(io.BytesIO(base64.b64decode(encoded))).convert("RGB")
@@ -162,6 +170,6 @@ def _smaller(encoded: str) -> str:
         height = round(image.height * IMAGE_WIDTH / image.width)
         image = image.resize((IMAGE_WIDTH, height), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
-    image.quantize(128).save(buffer, "PNG", optimize=True)
+    image.quantize(128).save(buffer, "PNG", optimize=True)  # 128 colours are enough for plots
     smaller = base64.b64encode(buffer.getvalue()).decode()
     return smaller if len(smaller) < len(encoded) else encoded

@@ -1,6 +1,6 @@
-"""What a command is about: the run folders of an experiment, each with the notebooks to run there.
+"""From a command to run folders, each with the notebooks to run there.
 
-Everything is checked here, before anything runs: parameters, variants, domains, notebook numbers.
+Parameters, variants, domains and notebook numbers are all checked here, before anything runs.
 """
 
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ from alar.study.params.sections import GATHERING, ON_REQUEST, SEARCH_ONLY, Exper
 class Command:
     """What the command line asks for."""
 
-    params: Path
-    overrides: tuple[str, ...] = ()
+    params: Path  # parameter file
+    overrides: tuple[str, ...] = ()  # "section.key=value"
     domains: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
-    only: tuple[str, ...] = ()
-    start: str = ""
+    only: tuple[str, ...] = ()  # stages, as in `_is`; () = all
+    start: str = ""  # this stage and the later ones; "" = from the first
     force: bool = False
-    run_dir: Path | None = None
+    run_dir: Path | None = None  # None = runs/NAME
     publish: bool = False
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """One run: a variant of an experiment in a domain, and the notebooks chosen of it."""
+    """One run: a variant of an experiment in one domain, and the notebooks chosen for it."""
 
-    label: str
+    label: str  # such as "laptop · search"
     experiment: Experiment
     domain: str
     run_dir: Path
@@ -38,21 +38,22 @@ class RunFolder:
 
     @property
     def gathers(self) -> bool:
-        """Whether it reads what other variants have computed, and so comes after them."""
+        """Whether the run reads what other variants have computed, so it must come after them."""
         return any(notebook.stem in GATHERING for notebook in self.notebooks)
 
 
 def run_folders(
     command: Command, root: Path, notebooks_dir: Path, *, absent: list[params.Absent] | None = None
 ) -> list[RunFolder]:
-    """The run folders of a command, in the order to work on them (absent: `params.load`).
+    """The run folders of a command, in the order to work on them.
 
-    Raises ParameterError and NotebookError.
+    absent: as in `params.load_experiment`. Raises ParameterError and NotebookError.
     """
     experiments = _experiments(command, root, absent)
     available = numbered(notebooks_dir)
     if not available:
         raise NotebookError(f"{notebooks_dir}: holds no notebook named NN_name.ipynb")
+    # All variants, also those that were not chosen: a file with an error is wrong as a whole.
     _check_parameters(experiments, notebooks_dir)
     runs = []
     for variant, domains in experiments.items():
@@ -61,24 +62,26 @@ def run_folders(
         for domain, experiment in domains.items():
             chosen = _chosen(available, command, experiment.only, domain)
             name = experiment.run.name
+            # Without a variant, "" adds no folder.
             home = (command.run_dir or root / "runs" / name) / variant
             label = " · ".join(filter(None, [name, variant, domain]))
             if chosen:
                 runs.append(RunFolder(label, experiment, domain, home / domain, chosen))
     if not runs:
         raise NotebookError(_why_none(command, experiments))
+    # Two variants of a domain would overwrite each other's pages.
     if command.publish and len({run.domain for run in runs}) < len(runs):
         raise NotebookError(
             "--publish writes one run of each domain, and these are several variants: name one with"
             " --variant"
         )
-    return sorted(runs, key=lambda run: run.gathers)
+    return sorted(runs, key=lambda run: run.gathers)  # stable: gathering runs go last
 
 
 def _experiments(
     command: Command, root: Path, absent: list[params.Absent] | None
 ) -> dict[str, dict[str, Experiment]]:
-    """Variant → domain → experiment, after checking that the variants asked for exist."""
+    """Variant → domain → experiment. Raises ParameterError for an unknown variant."""
     overrides = list(command.overrides)
     if command.domains:
         overrides.append(f"run.domains=[{', '.join(command.domains)}]")
@@ -92,7 +95,7 @@ def _experiments(
 
 
 def _check_parameters(experiments: dict[str, dict[str, Experiment]], notebooks_dir: Path) -> None:
-    """Raise ParameterError for what is wrong in any of the experiments, each problem named once."""
+    """Raise ParameterError with the problems of all experiments, each problem once."""
     problems = []
     for domains in experiments.values():
         for experiment in domains.values():
@@ -121,7 +124,7 @@ def _chosen(
             stems = ", ".join(notebook.stem for notebook in available)
             raise NotebookError(f"no notebook has the number {given!r}; there are {stems}")
     chosen = []
-    started = not command.start
+    started = not command.start  # becomes true at the stage that --from names
     for notebook in available:
         started = started or _is(notebook, command.start)
         wanted = started and (domain == "search" or notebook.stem not in SEARCH_ONLY)
@@ -129,6 +132,7 @@ def _chosen(
             wanted = wanted and any(_is(notebook, given) for given in limited)
         if command.only:
             wanted = wanted and any(_is(notebook, given) for given in command.only)
+        # Nobody asked for it by `only`, but --from may name it.
         elif not limited and notebook.stem in ON_REQUEST:
             wanted = wanted and _is(notebook, command.start)
         if wanted:

@@ -1,11 +1,11 @@
-"""Several run folders at a time, each in a process of its own with its share of the cores.
+"""Works on several run folders at a time, each in a process of its own with its share of the cores.
 
-A small model gains little from a second thread, so two runs beside each other take hardly longer
-than the longer one. What a run says appears line by line, led by its name; in a terminal, a line
-for each shows what it is doing.
+A small model gains little from a second thread, so two runs side by side take hardly longer than
+the longer one alone. The output of a run appears line by line, each line after the run's name. In a
+terminal, one more line per run shows what it is doing.
 
 One thread per run starts its process and reads what it sends. (A `ProcessPoolExecutor` would end
-all runs when the system kills one of them for want of memory.)
+all runs if the system killed one of them because memory ran out.)
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from rich.text import Text
 
 from alar.study.terminal import Terminal
 
-INTERRUPTED = 130  # exit code
-LINE, STATE = "line", "state"  # what a run sends
+INTERRUPTED = 130  # exit code; shells use 128 + 2, the number of SIGINT
+LINE, STATE = "line", "state"  # kinds of message that a run sends
 Work = Callable[..., int]  # work(terminal=…) → exit code; it is pickled
 
 
 def run_beside(works: Mapping[str, Work], at_once: int, terminal: Terminal) -> dict[str, int]:
-    """Do all works, `at_once` at a time; returns their exit codes, −n for one that signal n killed.
+    """Do all works, `at_once` at a time. Returns name → exit code, −n if signal n killed the work.
 
-    One that fails does not end the others. Whatever ends this process's part of it, such as an
-    interrupt, ends all of them and is raised again.
+    A work that fails does not end the others. An exception in this process, such as an interrupt,
+    ends all works and is raised again.
     """
     with _Watch(terminal) as watch, ThreadPoolExecutor(at_once) as pool:
         codes = {name: pool.submit(watch.do, name, work) for name, work in works.items()}
         try:
             codes = {name: code.result() for name, code in codes.items()}
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)  # those that have not begun never will
             watch.end_all()
             raise
     if INTERRUPTED in codes.values():
@@ -59,9 +59,9 @@ class _Watch:
         self.terminal, self.live = terminal, terminal.console.is_terminal
         screen = Live(console=terminal.console, auto_refresh=False, transient=True)
         self.screen = screen if self.live else nullcontext()
-        self.processes: dict[str, multiprocessing.process.BaseProcess] = {}
-        self.states: dict[str, str] = {}
-        self.lock, self.ending = threading.Lock(), False
+        self.processes: dict[str, multiprocessing.process.BaseProcess] = {}  # run → its process
+        self.states: dict[str, str] = {}  # run → what it is doing now
+        self.lock, self.ending = threading.Lock(), False  # several threads show and start
 
     def __enter__(self) -> _Watch:
         self.screen.__enter__()
@@ -72,25 +72,25 @@ class _Watch:
 
     def do(self, name: str, work: Work) -> int:
         """In a thread: run the work in a process until it ends, and show what it sends."""
-        # Not "fork": this process has threads, and torch may be loaded.
+        # Not "fork": this process has threads, perhaps torch's too, and they do not survive a fork.
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_obey, args=(work, theirs, self.live), name=name)
         with self.lock:
-            if self.ending:
+            if self.ending:  # an interrupt came before this one started
                 return INTERRUPTED
             process.start()
             self.processes[name] = process
-        theirs.close()  # so that the process's end is the end of what can be received
+        theirs.close()  # only the process holds it now, so `recv` fails when the process ends
         while True:
             try:
                 kind, text = ours.recv()
-            except (EOFError, OSError):
+            except (EOFError, OSError):  # the process has ended
                 break
             self.show(name, kind, text)
         process.join()
         self.show(name, STATE, "")
-        return process.exitcode
+        return process.exitcode  # −n after signal n
 
     def show(self, name: str, kind: str, text: str) -> None:
         with self.lock:
@@ -99,6 +99,7 @@ class _Watch:
             else:
                 self.states[name] = text
             if self.live:
+                # A run that has ended shows nothing.
                 lines = [f"{name} │ {state}" for name, state in self.states.items() if state]
                 self.screen.update(Group(*map(Text, lines)), refresh=True)
 
@@ -106,24 +107,24 @@ class _Watch:
         with self.lock:
             self.ending = True
             for process in self.processes.values():
-                process.terminate()
+                process.terminate()  # SIGTERM, which the runner treats as Ctrl-C
 
 
 def _obey(work: Work, connection: Connection, live: bool) -> None:
-    """The process of one run."""
+    """What the process of one run executes."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.exit(work(terminal=_SendingTerminal(connection, live)))
 
 
 def _end_with_parent() -> None:
-    """A run must not outlive a killed parent: the next one would find its folder in use."""
-    wait([multiprocessing.parent_process().sentinel])
+    """End this run when its parent is gone: the next run would find the folder in use."""
+    wait([multiprocessing.parent_process().sentinel])  # ready when the parent has ended
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 class _SendingTerminal(Terminal):
-    """Sends lines to the process that shows them; the summary, many lines long, only goes to its
-    file. `live`: what it is doing is shown as it changes, not noted now and then."""
+    """Sends lines to the process that shows them. The summary has many lines and only goes to its
+    file. `live`: send what the run is doing at every tick, instead of a line now and then."""
 
     def __init__(self, connection: Connection, live: bool):
         lines = _Lines(connection)
@@ -149,13 +150,13 @@ class _Lines:
     """A text stream that sends whole lines."""
 
     def __init__(self, connection: Connection):
-        self.connection, self.pending = connection, ""
+        self.connection, self.pending = connection, ""  # pending: a line without its end
 
     def write(self, text: str) -> int:
         *lines, self.pending = (self.pending + text).split("\n")
         for line in lines:
             self.connection.send((LINE, line))
-        return len(text)
+        return len(text)  # what a text stream returns
 
     def flush(self) -> None:
         pass

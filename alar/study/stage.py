@@ -5,10 +5,10 @@
     with stage.training("AASD, steps", steps) as report:
         report({"step": step, "loss": loss})
 
-The same calls work by hand in JupyterLab, under papermill and under `run_all.py`. Each file that
-`input` hands out is noted with its content in `.inputs.json`; with the code and the parameters
-these notes decide whether a finished stage may be reused (`alar.study.receipts`). A stage that can
-resume keeps its state in its subfolder `resume`; every other stage starts from an empty folder.
+The same calls work by hand in JupyterLab, under papermill and under `run_all.py`. `input` notes the
+content hash of each file that it returns in `.inputs.json`. These notes, the code and the
+parameters decide whether a finished stage may be reused (`alar.study.receipts`). A stage that can
+resume keeps its state in its subfolder `resume`. Every other stage starts from an empty folder.
 """
 
 import contextlib
@@ -25,16 +25,18 @@ import filelock
 from alar.files import append_jsonl, write_json
 from alar.store import RECEIPT, content
 
-# A channel set by the runner for its kernels, not a parameter: where `progress` reports instead of
-# drawing.
+# The runner sets this variable for its kernels; it is not a parameter. It names the file to which
+# `progress` reports instead of drawing a bar.
 PROGRESS_CHANNEL = "ALAR_PROGRESS"
+# Hidden, so that they are no part of a stage's content (`alar.store.file_names`).
 UNFINISHED, INPUTS, LOCKS = ".unfinished.json", ".inputs.json", ".locks"
 
-_held: dict[Path, filelock.BaseFileLock] = {}  # one lock per stage folder, until this process ends
+# stage folder → its lock, which this process keeps until it ends
+_held: dict[Path, filelock.BaseFileLock] = {}
 
 
 class RunError(RuntimeError):
-    """Something about the run folder prevents going on; the message says what to do."""
+    """The state of the run folder does not let the run continue; the message says what to do."""
 
 
 def open_stage(name: str, run_dir: str | Path, *, report_to: str = "none") -> "Stage":
@@ -43,16 +45,19 @@ def open_stage(name: str, run_dir: str | Path, *, report_to: str = "none") -> "S
 
 
 def in_repository(path: str | Path) -> Path:
-    """An absolute path; a relative one starts at the repository's root, wherever the notebook
-    runs."""
+    """The path made absolute. A relative path starts at the repository's root, wherever the
+    notebook runs."""
     path = Path(path).expanduser()
     return path if path.is_absolute() else repository() / path
 
 
 def repository() -> Path:
-    """The folder that holds `run_all.py`: above the current one, else above this package, else the
-    current one."""
+    """The folder that holds `run_all.py`.
+
+    It is the current folder or one above it, else the one above this package, else the current one.
+    """
     here = Path.cwd()
+    # parents[2] is the folder that holds `alar/`.
     for folder in (here, *here.parents, Path(__file__).resolve().parents[2]):
         if (folder / "run_all.py").is_file() and (folder / "alar").is_dir():
             return folder
@@ -70,36 +75,38 @@ class Stage:
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.folder not in _held:  # else an earlier cell of the same notebook has opened it
             _held[self.folder] = lock_stage(run_dir, name)
-        self._reporter = None
+        self._reporter = None  # opened at the first `log`
 
     def input(self, stage_name: str, file: str = "", *, required: bool = True) -> Path | None:
-        """The file (or folder; "" = the whole folder) that an earlier stage of this run wrote.
+        """The file or folder that an earlier stage of this run wrote ("" = its whole folder).
 
-        required=False gives None where it is missing; the stage runs again once it appears.
+        Raises RunError if it is missing. With required=False the result is None instead, and the
+        stage runs again once the file appears.
         """
         path = self.run_dir / stage_name / file
         problem = _missing(self.run_dir / stage_name, path)
         if problem and required:
-            number = stage_name[:2]
+            number = stage_name[:2]  # "02" of "02_teacher_traces"
             raise RunError(
                 f"{problem}; run it first: the same command with --from {number}, "
                 f"or notebook {number} with run_dir = {str(self.run_dir)!r}"
             )
         name = f"{stage_name}/{file}" if file else stage_name
         noted = read_inputs(self.folder)
+        # None says that it was missing; if it appears, the stage runs again.
         noted[name] = content(path) if path.exists() else None
         write_json(self.folder / INPUTS, dict(sorted(noted.items())))
         return None if problem else path
 
     def seconds(self, *names: str) -> float:
-        """What these stages of the run took in all, by their receipts; NaN if one has none."""
+        """Wall time of these stages together, from their receipts; NaN if one has no receipt."""
         receipts = [read_note(self.run_dir / name / RECEIPT) for name in names]
         return sum(receipt["seconds"] for receipt in receipts) if all(receipts) else math.nan
 
     @property
     def scale(self) -> str:
-        """What figures say of this run's numbers: that they are measured, and with how large a
-        model where notebook 01 has noted it."""
+        """A label for figures: the numbers are measured, and how large the model is, if notebook 01
+        has noted it."""
         noted = self.input("01_latent_model", "model.json", required=False)
         if noted is None:
             return "measured"
@@ -113,10 +120,11 @@ class Stage:
         if self.report_to != "none":
             if self._reporter is None:
                 self._reporter = _reporter(self.report_to, self.run_dir, self.name)
-            prefix = Path(file).stem
+            prefix = Path(file).stem  # "loss" of loss.jsonl groups the curves in TensorBoard
             numbers = {
                 f"{prefix}/{key}": float(value)
                 for key, value in row.items()
+                # A bool counts as an int in Python.
                 if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
             }
             self._reporter(numbers, int(row.get("step", 0)))
@@ -125,18 +133,20 @@ class Stage:
     def training(
         self, description: str, steps: int, file: str = "loss.jsonl"
     ) -> Iterator[Callable[[dict[str, Any]], None]]:
-        """For a training loop that starts anew: yields `report(row)`, where row holds "step" and
+        """Yield `report(row)` for a training loop that starts from step 0. A row holds "step" and
         "loss".
 
         Each row is logged with the seconds since the start, and moves a bar of `steps` steps.
         """
+        # Rows of an earlier start would stand before the new ones.
         (self.folder / file).unlink(missing_ok=True)
-        started, done = time.perf_counter(), 0
+        started, done = time.perf_counter(), 0  # done: steps that the bar has shown
         with progress(description=description, total=steps) as bar:
 
             def report(row: dict[str, Any]) -> None:
                 nonlocal done
                 self.log(row | {"seconds": round(time.perf_counter() - started, 2)}, file=file)
+                # Rows may be several steps apart.
                 bar.update(row["step"] - done, note=f"loss {row['loss']:.3f}")
                 done = row["step"]
 
@@ -149,19 +159,19 @@ def _missing(folder: Path, path: Path) -> str:
         return f"{path}: stage {folder.name} was interrupted, so its files may be incomplete"
     if path.exists():
         return ""
-    there = ", ".join(sorted(entry.name for entry in folder.glob("[!.]*")))
+    there = ", ".join(sorted(entry.name for entry in folder.glob("[!.]*")))  # without hidden notes
     found = f"has {there}" if there else "has not run here"
     return f"{path} does not exist (stage {folder.name} {found})"
 
 
 def lock_stage(run_dir: Path, name: str, wait: float = 20.0) -> filelock.BaseFileLock:
-    """Make this process the only one that writes the stage; the system releases the lock when the
+    """Make this process the only one that writes the stage. The system releases the lock when the
     process ends.
 
-    The wait covers the second or two in which the kernel of a killed run notices that it is an
-    orphan.
+    wait: seconds. The kernel of a killed run needs a second or two to notice that its parent is
+    gone; only then it releases its lock. Raises RunError if the stage stays in use.
     """
-    path = run_dir / LOCKS / name
+    path = run_dir / LOCKS / name  # outside the stage's folder, which is emptied before a run
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(path)
     try:
@@ -175,8 +185,10 @@ def lock_stage(run_dir: Path, name: str, wait: float = 20.0) -> filelock.BaseFil
 
 
 def read_note(path: Path) -> dict[str, Any] | None:
-    """The JSON document in `path`, or None if there is none. Notes are written in one step, so a
-    broken one is an error."""
+    """The JSON document in `path`, or None if there is no file.
+
+    Notes are written in one step, so a broken one is an error (RunError).
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -186,14 +198,16 @@ def read_note(path: Path) -> dict[str, Any] | None:
 
 
 def read_inputs(folder: Path) -> dict[str, str | None]:
-    """What the stage in `folder` asked for: "stage/file" → hash of its content, None if missing."""
+    """The inputs that the stage in `folder` asked for: "stage/file" → content hash, or None if it
+    was missing."""
     return read_note(folder / INPUTS) or {}
 
 
 def changed_input(run_dir: Path, inputs: dict[str, str | None]) -> str:
-    """ "" if the inputs still have the content that was noted, else which one has not."""
+    """ "" if all inputs still have the noted content, else the name of one that changed."""
     for name, noted in inputs.items():
         path = run_dir / name
+        # A file that has appeared differs too.
         if noted != (content(path) if path.exists() else None):
             return f"input {name} changed"
     return ""
@@ -203,7 +217,7 @@ class progress:
     """A bar with the time left: `for x in progress(items, "AASD")`, or `with progress(total=60) as
     bar: bar.update()`.
 
-    By hand it is tqdm's bar; under `run_all.py` it reports to the terminal that started the run.
+    By hand it shows tqdm's bar. Under `run_all.py` it reports to the terminal that started the run.
     """
 
     def __init__(
@@ -212,7 +226,8 @@ class progress:
         if total is None and hasattr(iterable, "__len__"):
             total = len(iterable)
         self._iterable, self._description, self._total, self._done = iterable, description, total, 0
-        self._started, self._reported, self._note = time.time(), 0.0, ""
+        self._started, self._reported, self._note = time.time(), 0.0, ""  # seconds since 1970
+        # The channel is a file of JSON lines; by hand there is none.
         self._channel, self._bar = os.environ.get(PROGRESS_CHANNEL), None
         if self._channel is None:
             from tqdm.auto import tqdm
@@ -235,6 +250,7 @@ class progress:
             if note:
                 self._bar.set_postfix_str(note, refresh=False)
             self._bar.update(count)
+        # In seconds: a fast loop must not spend its time on reports.
         elif time.time() - self._reported >= 0.2:
             self._report()
 
@@ -266,7 +282,7 @@ class progress:
 
 
 def _reporter(report_to: str, run_dir: Path, name: str) -> Callable[[dict[str, float], int], None]:
-    """A function (numbers, step) that sends scalars to the chosen tool, imported only now."""
+    """A function (numbers, step) that sends scalars to the chosen tool, which is imported here."""
     if report_to == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
@@ -275,7 +291,7 @@ def _reporter(report_to: str, run_dir: Path, name: str) -> Callable[[dict[str, f
         def report(numbers, step):
             for key, value in numbers.items():
                 writer.add_scalar(key, value, step)
-            writer.flush()
+            writer.flush()  # a reader sees the curve while the stage runs
 
         return report
     try:

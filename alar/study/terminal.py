@@ -1,8 +1,8 @@
-"""What a run shows: stage k of n, the running cell, bars with the time left, and at the end the
-summary.
+"""What a run shows: stage k of n, the running cell, bars with the time left, and a summary at the
+end.
 
-In a terminal the current state is redrawn in place; in a log file a line appears when something
-begins or ends and at most every 30 seconds in between.
+In a terminal the current state is redrawn in place. In a log file a line appears when something
+begins or ends, and at most every 30 seconds in between.
 """
 
 import csv
@@ -17,9 +17,9 @@ from rich.text import Text
 
 from alar.study.receipts import outdated
 
-LOG_EVERY = 30.0  # seconds
+LOG_EVERY = 30.0  # seconds between two lines in a log file
 SUMMARY = "summary.txt"
-BAR_WIDTH = 28
+BAR_WIDTH = 28  # characters
 
 
 class Terminal:
@@ -27,11 +27,13 @@ class Terminal:
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console(highlight=False, soft_wrap=True)
+        # Times in seconds since 1970.
         self._label, self._cell, self._began, self._logged = "", "", 0.0, 0.0
-        self._bars: dict[str, dict[str, Any]] = {}
-        self._live: Live | None = None
+        self._bars: dict[str, dict[str, Any]] = {}  # description → the last row of that bar
+        self._live: Live | None = None  # only in a terminal, while a stage runs
 
     def say(self, text: str) -> None:
+        # As Text, because rich would read [name] in a message as markup.
         self.console.print(Text(text), soft_wrap=True)
 
     def stage_starts(self, k: int, n: int, stem: str, reason: str) -> None:
@@ -56,7 +58,7 @@ class Terminal:
 
     def bar(self, row: dict[str, Any]) -> None:
         if row["closed"]:
-            self._bars.pop(row["bar"], None)
+            self._bars.pop(row["bar"], None)  # None: it may have closed before its first report
         else:
             self._bars[row["bar"]] = row
 
@@ -66,12 +68,12 @@ class Terminal:
             lines = [Text(f"{self._label}  {self._cell}  {duration(now - self._began)}")]
             lines += [Text("    " + bar_line(row, now)) for row in self._bars.values()]
             self._live.update(Group(*lines), refresh=True)
-        elif now - self._logged >= LOG_EVERY:
+        elif now - self._logged >= LOG_EVERY:  # a log file, which cannot be redrawn
             self._logged = now
             self.say(self.state(now))
 
     def state(self, now: float) -> str:
-        """What is being done, in one line."""
+        """What the run is doing now, in one line."""
         bars = "".join(f", {bar_line(row, now, width=0)}" for row in self._bars.values())
         return f"{self._label}  {self._cell}, {duration(now - self._began)} so far{bars}"
 
@@ -84,7 +86,7 @@ class Terminal:
     def summary(self, run_dir: Path, seconds: dict[str, tuple[float, bool]]) -> None:
         """The results of stage 06, if there are any, the time per stage, and where the figures are.
 
-        seconds: stage → (wall time, whether it was reused). The same text goes to
+        seconds: stage → (wall time in seconds, whether it was reused). The same text is written to
         `run_dir/summary.txt`.
         """
         for block in self.write_summary(run_dir, seconds):
@@ -99,25 +101,29 @@ class Terminal:
         if results.exists():
             blocks.append(results_table(results, outdated(results.parent)))
         blocks.append(times_table(seconds))
-        drawn = run_dir / "07_figures"
+        drawn = run_dir / "07_figures"  # searched with its subfolders
         figures = [path for path in drawn.rglob("*") if path.suffix in (".png", ".svg", ".pdf")]
         blocks.append(Text(f"{len(figures)} figures in {drawn}" if figures else "no figures drawn"))
         with (run_dir / SUMMARY).open("w", encoding="utf-8") as stream:
-            console = Console(file=stream, width=120)
+            console = Console(file=stream, width=120)  # columns; a file has no width of its own
             for block in blocks:
                 console.print(block)
         return blocks
 
 
 def bar_line(row: dict[str, Any], now: float, width: int = BAR_WIDTH) -> str:
-    """One bar as text: name, bar, done of total, time left, note."""
+    """One bar as text: name, bar of `width` characters (0 = none), done/total, time left, note.
+
+    row: as `alar.study.stage.progress` reports it. now: seconds since 1970.
+    """
     done, total, elapsed = row["done"], row["total"], now - row["started"]
     parts = [row["bar"]]
     if total:
         if width:
-            full = round(width * min(done / total, 1))
+            full = round(width * min(done / total, 1))  # more may be done than was announced
             parts.append("█" * full + "░" * (width - full))
         parts.append(f"{done}/{total}")
+        # The time left, at the mean pace so far.
         left = f"{duration(elapsed / done * (total - done))} left" if done else "time left unknown"
         parts.append(left)
     else:
@@ -128,8 +134,10 @@ def bar_line(row: dict[str, Any], now: float, width: int = BAR_WIDTH) -> str:
 
 
 def results_table(path: Path, change: str = "") -> Table:
-    """`summary.csv` (over all question types) with 95 % intervals; `change`: what makes it the
-    result of an earlier run."""
+    """`summary.csv` with 95 % intervals, only the rows over all question types.
+
+    `change` says which input has changed since, so that the table is that of an earlier run.
+    """
     title = "Test questions, greedy decoding, 95 % intervals"
     if change:
         title += f"; of an earlier run: {change}"
@@ -138,11 +146,11 @@ def results_table(path: Path, change: str = "") -> Table:
         table.add_column(name, justify="left" if name == "system" else "right")
     with path.open(newline="", encoding="utf-8") as stream:
         for row in csv.DictReader(stream):
-            if row.get("question_type", "all") == "all":
+            if row.get("question_type", "all") == "all":  # the rows per type are for the figures
                 table.add_row(
                     row["system"],
-                    interval(row, "em", 100),
-                    interval(row, "tokens", 1),
+                    interval(row, "em", 100),  # a fraction, shown in percent
+                    interval(row, "tokens", 1),  # generated tokens per question
                     interval(row, "token_reduction", 100),
                     interval(row, "latent_share", 100),
                 )
@@ -156,6 +164,7 @@ def times_table(seconds: dict[str, tuple[float, bool]]) -> Table:
     table.add_column("")
     for stage, (wall, reused) in seconds.items():
         table.add_row(stage, duration(wall), "reused" if reused else "")
+    # What was reused took no time in this run.
     spent = sum(wall for wall, reused in seconds.values() if not reused)
     table.add_row("this run", duration(spent), "")
     return table
@@ -169,7 +178,7 @@ def interval(row: dict[str, str], name: str, scale: float) -> str:
             value = float(row.get(key) or "nan") * scale
         except ValueError:
             return ""
-        return "" if value != value else f"{value:.1f}"
+        return "" if value != value else f"{value:.1f}"  # NaN is the only value unlike itself
 
     value, low, high = number(name), number(f"{name}_low"), number(f"{name}_high")
     return f"{value} [{low}, {high}]" if value and low and high else value

@@ -1,13 +1,12 @@
-"""Notebooks 03 and 04 over several GPUs: their training alone, with the same parameters, inputs and
-outputs.
+"""Trains notebooks 03 and 04 on several GPUs, with the same parameters, inputs and outputs.
 
     torchrun --nproc-per-node 8 -m alar.study.train_stage 03_aasd -f
     runs/paper/search/executed/03_aasd.params.yaml
 
-The file is the flat one that papermill takes; what it leaves out is the notebook's default. Instead
-of -f, `--params FILE` takes the parameter file of `run_all.py` and the run folder of its first
-domain. `batch_size` is that of one process. The folder of the stage gets its checkpoint and
-loss.jsonl; evaluation and figures stay with the notebooks.
+The file is the flat one that papermill takes. Parameters that it leaves out have the notebook's
+defaults. Instead of -f, `--params FILE` takes the parameter file of `run_all.py` and works in the
+run folder of its first domain. `batch_size` is that of one process. The folder of the stage gets
+the checkpoint and loss.jsonl; the notebooks evaluate and draw the figures.
 """
 
 from __future__ import annotations
@@ -36,19 +35,22 @@ from alar.train.distributed import num_processes, rank
 from alar.train.examples import Example, aasd_examples, at_most, warmup_examples
 from alar.train.supervised import train
 
-# stage → (stage, folder) of the model that it starts from
+# stage → (stage, folder) of the model that the training starts from
 INITIAL = {"03_aasd": ("01_latent_model", "latent"), "04_mode_warmup": ("03_aasd", "checkpoint")}
 CONFIGS: dict[str, type[Supervised]] = {"03_aasd": Aasd, "04_mode_warmup": Warmup}
 
 
 def parameters(stage: str, file: str | None) -> dict[str, Any]:
-    """The stage's parameters: its notebook's, with the values of `file`; ValueError for names that
-    it does not have."""
+    """Name → value: the notebook's defaults, replaced by the values of `file`.
+
+    Raises ValueError for names that the notebook does not have.
+    """
+    # name → default of the notebook
     values = declared_parameters(repository() / "notebooks" / f"{stage}.ipynb")
     given = {}
     if file:
         given = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
-    unknown = sorted(given.keys() - values.keys())
+    unknown = sorted(given.keys() - values.keys())  # papermill itself would only warn
     if unknown:
         raise ValueError(
             f"{file}: {', '.join(unknown)}: notebook {stage} has no such parameter; is it another"
@@ -58,7 +60,7 @@ def parameters(stage: str, file: str | None) -> dict[str, Any]:
 
 
 def parameters_of_study(stage: str, file: str) -> dict[str, Any]:
-    """The stage's parameters as `run_all.py --params FILE` gives them to its notebook. Raises
+    """Name → value, as `run_all.py --params FILE` gives them to the notebook. Raises
     ParameterError."""
     root = repository()
     return params.flatten(
@@ -68,9 +70,10 @@ def parameters_of_study(stage: str, file: str) -> dict[str, Any]:
 
 def examples_of(stage: str, values: dict[str, Any], traces: Path, codec: Codec) -> list[Example]:
     trajectories = read_trajectories(traces)
-    if stage == "03_aasd":
+    if stage == "03_aasd":  # every chain of thought becomes a latent block
         examples = aasd_examples(trajectories, codec)
     else:
+        # Each turn draws between a latent block and the teacher's text.
         examples = warmup_examples(
             trajectories, codec, values["latent_probability"], values["seed"]
         )
@@ -107,20 +110,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         values = parameters_of_study(name, options.params)
     else:
         values = parameters(name, options.parameters)
-    first = rank() == 0
+    first = rank() == 0  # only this process writes files
     if first:  # checks that the inputs are there, and notes them
         stage = open_stage(name, values["run_dir"], report_to=values["report_to"])
         stage.input(*INITIAL[name])
         stage.input("02_teacher_traces", "traces.jsonl")
-    run_dir = in_repository(values["run_dir"])
+    run_dir = in_repository(values["run_dir"])  # every process reads the inputs itself
     model, tokenizer = load(
         run_dir.joinpath(*INITIAL[name]), num_latent=values.get("model_num_latent"), device="cpu"
     )
     codec = Codec.of(model, tokenizer, catalogue.of(values["domain"]).form)
     traces = run_dir / "02_teacher_traces" / "traces.jsonl"
     examples = examples_of(name, values, traces, codec)
-    config = CONFIGS[name].of(values)
-    dtype = torch.bfloat16 if options.bfloat16 else None
+    config = CONFIGS[name].of(values)  # checked types and ranges
+    dtype = torch.bfloat16 if options.bfloat16 else None  # None: the weights' own
     fit = partial(
         train,
         model,
@@ -131,12 +134,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         compute_dtype=dtype,
     )
     if first:
-        steps = config.optimiser_steps(len(examples), num_processes())
+        steps = config.optimiser_steps(len(examples), num_processes())  # the length of the bar
         with stage.training(name, steps) as report:
             model = fit(log=report)
         save(model, tokenizer, stage.folder / "checkpoint")
     else:
-        fit()
+        fit()  # same steps, nothing logged or saved
     if dist.is_initialized():
         dist.barrier()  # until the checkpoint is written
         dist.destroy_process_group()

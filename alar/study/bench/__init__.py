@@ -1,14 +1,14 @@
-"""How fast and how large: the latent model against an ordinary one and against the straightforward
-algorithms.
+"""Benchmarks: time and memory of the latent model, compared with an ordinary model and with
+straightforward algorithms.
 
     pair = bench.model_pair()
     batch = bench.random_batch(pair.latent.config, padded=True)
     results = bench.time_contests(bench.training_contests(pair, [batch]), rounds=5, threads=1)
     results.ratios                                      the claims, each with its range and its bar
 
-`subjects` makes models and batches, `training` and `rollouts` the contests, `measure` times them
-and `memory` finds their peaks; `serving` compares engines and servers. Everything runs on the CPU
-and on a GPU alike; nothing here is needed to train or to evaluate.
+`subjects` makes models and batches. `training` and `rollouts` make the contests. `measure` times
+them and `memory` finds their peaks. `serving` compares engines and servers. Everything runs on a
+CPU or a GPU. Nothing here is needed to train or to evaluate.
 """
 
 from alar.study.bench.measure import Claim, Contest, Contestant, resolve_device, time_contests

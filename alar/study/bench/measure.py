@@ -1,9 +1,9 @@
-"""Timing side by side: contestants run in turn (A B C A B C …), so that whatever slows the machine
-slows them all.
+"""Timing side by side: contestants run in turn (A B C A B C …), so whatever slows the machine slows
+them all.
 
-A ratio is taken within each round and reported as the median over the rounds with its range. Wall
-time is what a user waits; the process's CPU time does not see other programs and is the steadier
-clock on a busy machine with one thread (on a GPU it only says how busy the host is). Peak memory
+A ratio is taken within each round; we report its median over the rounds and its range. Wall time is
+what a user waits. The process's CPU time does not include other programs, so it is the steadier
+clock on a busy machine with one thread (with a GPU it only says how busy the host is). Peak memory
 comes from an untimed first run, which also warms up.
 """
 
@@ -23,13 +23,16 @@ from alar.evaluate.intervals import Estimate
 from alar.evaluate.tables import BENCH_RATIOS
 from alar.study.bench.memory import peak_memory
 
-CLOCKS = ("wall", "cpu")
+CLOCKS = ("wall", "cpu")  # columns wall_s and cpu_s, in seconds
 
 
 @dataclass(frozen=True)
 class Contestant:
     """`run()` does the work once and returns how many real tokens it processed or generated.
-    `probe` is a shorter run with the same kind of peak, where `run` is too long to be watched."""
+
+    `probe` is a shorter run with the same kind of memory peak, for a `run` that takes too long to
+    be watched.
+    """
 
     name: str
     run: Callable[[], int]
@@ -38,7 +41,8 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Claim:
-    """Time of `numerator` over time of `denominator`, per token, and the bar it is held to."""
+    """The ratio of two contestants' times per token, and the limit that it must keep (None: no
+    limit)."""
 
     numerator: str
     denominator: str
@@ -48,8 +52,8 @@ class Claim:
 
 @dataclass(frozen=True)
 class Contest:
-    """Contestants that do the same work. `part` and `name` label it; `padded_over_real` is 1
-    without padding."""
+    """Contestants that do the same work. `part` and `name` label it. `padded_over_real` is the
+    number of all positions over that of real tokens: 1 without padding."""
 
     part: str
     name: str
@@ -70,8 +74,8 @@ class Contest:
 
 @dataclass(frozen=True)
 class Results:
-    """rounds: one row per run. summary: one row per contestant, medians and ranges. ratios: one row
-    per claim and clock."""
+    """Three tables. rounds: one row per run. summary: one row per contestant, with medians and
+    ranges. ratios: one row per claim and clock."""
 
     rounds: pd.DataFrame
     summary: pd.DataFrame
@@ -79,6 +83,7 @@ class Results:
 
     def save(self, folder: str | Path) -> None:
         for name, table in vars(self).items():
+            # The files are rounds.csv, summary.csv and ratios.csv.
             table.to_csv(Path(folder) / f"{name}.csv", index=False)
 
 
@@ -90,23 +95,24 @@ def time_contests(
     threads: int = 1,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> Results:
-    """Time all contests with so many `threads` of PyTorch (0: as it is); `progress` wraps the
-    iteration over contests."""
+    """Time all contests with `threads` threads of PyTorch (0: leave as is). `progress` wraps the
+    iteration over contests. Raises ValueError for no rounds or no contests."""
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}: expected at least 1")
     if not contests:
         raise ValueError("no contest to time")
     device = resolve_device(device)
-    timed, summary, ratios = [], [], []
+    timed, summary, ratios = [], [], []  # timed: one table per contest
     with num_threads(threads), _quick_collections():
         for contest in progress(contests):
             peaks = {  # MiB
+                # This run is not timed, and it warms up.
                 contestant.name: peak_memory(contestant.probe or contestant.run, device)
                 for contestant in contest.contestants
             }
             label = {"part": contest.part, "case": contest.name}
             runs = pd.DataFrame(interleaved(contest.contestants, rounds, device))
-            timed.append(runs.assign(**label)[[*label, *runs]])
+            timed.append(runs.assign(**label)[[*label, *runs]])  # label columns first
             summary += [label | row for row in _summary(contest, runs, peaks)]
             ratios += [label | row for row in _ratios(contest, runs)]
     bars = {"at_most": float, "at_least": float}  # None becomes NaN
@@ -120,11 +126,12 @@ def time_contests(
 def interleaved(
     contestants: Sequence[Contestant], rounds: int, device: torch.device
 ) -> Iterator[dict]:
-    """One row for every run, in the order A B C A B C …"""
+    """One row per run, in the order A B C A B C …: tokens, and wall and CPU time in seconds."""
     for number in range(1, rounds + 1):
         for contestant in contestants:
-            gc.collect()  # nobody pays for what the one before left behind
+            gc.collect()  # nobody pays for the garbage of the contestant before
             _synchronise(device)
+            # CPU time is that of all threads of this process.
             wall, cpu = time.perf_counter(), time.process_time()
             tokens = contestant.run()
             _synchronise(device)
@@ -155,7 +162,7 @@ def num_threads(count: int):
     if count < 0:
         raise ValueError(f"threads is {count}: expected 0 (as PyTorch decides) or more")
     before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+    torch.set_num_threads(count or before)  # 0: unchanged
     try:
         yield
     finally:
@@ -164,10 +171,10 @@ def num_threads(count: int):
 
 @contextmanager
 def _quick_collections():
-    """Set aside what is alive already, the loaded libraries above all, so that a collection before
-    every run is cheap."""
+    """Exclude all objects that exist now from garbage collection, mostly those of loaded libraries,
+    so the collection before every run is cheap."""
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # later collections skip what is alive now
     try:
         yield
     finally:
@@ -183,7 +190,7 @@ def _summary(contest: Contest, runs: pd.DataFrame, peaks: dict[str, float]) -> I
     for name, peak in peaks.items():
         own = runs[runs["contestant"] == name]
         row = {"contestant": name, "rounds": len(own), "tokens": own["tokens"].median()}
-        row["padded_over_real"] = contest.padded_over_real
+        row["padded_over_real"] = contest.padded_over_real  # how much padding a batch has
         for clock in CLOCKS:
             row |= _range(f"{clock}_s", own[f"{clock}_s"])
         row["tokens_per_s"] = (own["tokens"] / own["wall_s"]).median()
@@ -192,15 +199,17 @@ def _summary(contest: Contest, runs: pd.DataFrame, peaks: dict[str, float]) -> I
 
 
 def _ratios(contest: Contest, runs: pd.DataFrame) -> Iterator[dict]:
-    runs = runs.set_index("round")
+    runs = runs.set_index("round")  # division then pairs the runs of a round
     for claim in contest.claims:
         above = runs[runs["contestant"] == claim.numerator]
         below = runs[runs["contestant"] == claim.denominator]
         for clock in CLOCKS:
             seconds = f"{clock}_s"
+            # One ratio per round, in a series.
             ratio = (above[seconds] / above["tokens"]) / (below[seconds] / below["tokens"])
             yield vars(claim) | {"clock": clock} | _range("ratio", ratio)
 
 
 def _range(name: str, values: pd.Series) -> dict[str, float]:
+    # The columns are `name`, `name_low` and `name_high`.
     return Estimate(values.median(), values.min(), values.max()).columns(name)

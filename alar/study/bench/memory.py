@@ -1,9 +1,9 @@
 """Peak memory of one run, above what is held before it (weights, batches), in MiB.
 
-On a GPU the allocator's own statistics. On the CPU PyTorch keeps none, and the process's resident
-size hides reuse, so every operation is watched, those of the backward pass too, and the tensors
-alive are added up. What a kernel allocates and frees within one operation is not in it; two
-contestants on the same kernels compare fairly.
+On a GPU we read the allocator's statistics. On the CPU PyTorch keeps none, and the resident size of
+the process hides reuse. So we watch every operation, also those of the backward pass, and add up
+the tensors that are alive. Memory that a kernel allocates and frees within one operation is not
+counted; two contestants with the same kernels still compare fairly.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class AliveTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         for tensor in _tensors((args, kwargs)):
-            self._note(tensor, 0)  # a tensor that is not known is from before: never counted
-        result = operation(*args, **(kwargs or {}))
+            self._note(tensor, 0)  # an unknown argument was made before the block: counts 0
+        result = operation(*args, **(kwargs or {}))  # the operation itself, unchanged
         for tensor in _tensors(result):
             self._note(tensor, tensor.untyped_storage().nbytes())
         self.peak = max(self.peak, self.held)
@@ -36,10 +36,11 @@ class AliveTensors(TorchDispatchMode):
 
     def _note(self, tensor: torch.Tensor, size: int) -> None:
         storage = tensor.untyped_storage()
-        address = storage._cdata
+        address = storage._cdata  # views share a storage, which counts once
         if address not in self._known:
             self._known.add(address)
             self.held += size
+            # Take the bytes off when the storage dies, but not when the interpreter ends.
             weakref.finalize(storage, self._forget, address, size).atexit = False
 
     def _forget(self, address: int, size: int) -> None:
@@ -52,13 +53,13 @@ def peak_memory(run: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        before = torch.cuda.memory_allocated(device)  # bytes of weights and batches
         run()
         torch.cuda.synchronize(device)
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
     with AliveTensors() as alive:
         run()
-    return alive.peak / 2**20
+    return alive.peak / 2**20  # bytes → MiB
 
 
 def _tensors(tree) -> list[torch.Tensor]:

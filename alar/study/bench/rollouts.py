@@ -1,9 +1,9 @@
-"""Contestants of a rollout: the in-process engine against `transformers.generate`, in the one agent
-loop.
+"""Contestants of a rollout: the in-process engine against `transformers.generate`, both in the same
+agent loop.
 
-`GenerateEngine` is what a reader would write without an engine: the whole context of every
-trajectory is padded on the left and prefilled again for each turn, and the batch decodes until its
-last row has stopped. Explicit mode on the plain base model, greedy, so that both write the same
+`GenerateEngine` is what a reader would write without an engine. For each turn it pads the whole
+context of every trajectory on the left and prefills it again, and the batch decodes until its last
+row has stopped. Both run the plain base model greedily in explicit mode, so they write the same
 text.
 """
 
@@ -23,13 +23,13 @@ from alar.study.bench.measure import Claim, Contest, Contestant
 
 
 class GenerateEngine(Engine):
-    """`Engine` by `transformers.generate`: greedy, explicit mode only, nothing kept from turn to
-    turn. All submitted turns are one batch, which a step writes to its end."""
+    """An `Engine` on `transformers.generate`: greedy, explicit mode only. It keeps nothing from
+    turn to turn. All submitted turns form one batch, and one step writes the batch to its end."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.model, self.tokenizer = model.eval(), tokenizer
-        self.codec = Codec.of(model, tokenizer)
-        self.waiting: list[TurnRequest] = []
+        self.codec = Codec.of(model, tokenizer)  # text ↔ ids
+        self.waiting: list[TurnRequest] = []  # written by the next `step`
         self.sampling = Sampling()
 
     @property
@@ -50,13 +50,15 @@ class GenerateEngine(Engine):
         return list(zip(requests, self._write(requests, self.sampling))) if requests else []
 
     def release(self, sessions: Sequence[int]) -> None:
-        """Nothing is kept but turns that wait."""
+        """Forget waiting turns of these sessions; nothing else is kept."""
         self.waiting = [request for request in self.waiting if request.session not in set(sessions)]
 
     @torch.no_grad()
     def _write(self, requests: Sequence[TurnRequest], sampling: Sampling) -> list[TurnOutput]:
         pad, width = self.tokenizer.pad_token_id, max(len(request.ids) for request in requests)
+        # (B, T), padded on the left; T = width
         table = [[pad] * (width - len(request.ids)) + list(request.ids) for request in requests]
+        # (B, T), 1 at real tokens
         mask = [[0] * (width - len(request.ids)) + [1] * len(request.ids) for request in requests]
         device = self.model.device
         output = self.model.generate(
@@ -68,6 +70,7 @@ class GenerateEngine(Engine):
             stop_strings=list(sampling.stop),
             tokenizer=self.tokenizer,
         )
+        # `output` is (B, T + new tokens).
         return [self._turn(row, sampling) for row in output[:, width:].tolist()]
 
     def _turn(self, ids: list[int], sampling: Sampling) -> TurnOutput:
@@ -76,8 +79,10 @@ class GenerateEngine(Engine):
         finish = "length"
         if ids and ids[-1] == self.tokenizer.eos_token_id:
             finish = "eos"
+        # A stop text has at most 8 tokens, so only the end is read.
         elif any(stop in self.codec.text(ids[-8:]) for stop in sampling.stop):
             finish = "stop"
+        # `generate` returns no log-probs here, so they are NaN.
         origins, logprobs = [int(Origin.SAMPLED)] * len(ids), [float("nan")] * len(ids)
         return TurnOutput(ids, origins, logprobs, finish=finish)
 
@@ -93,8 +98,8 @@ def rollout_contest(
     max_turns: int = 6,
     max_new_tokens: int = 128,
 ) -> Contest:
-    """All questions, `batch_size` at once; one at a time only the first `single_questions`,
-    compared per token."""
+    """Both engines answer all questions, `batch_size` at once. One at a time `generate` answers
+    only the first `single_questions`, because times are compared per token."""
     if not 1 <= single_questions <= len(questions):
         raise ValueError(
             f"single_questions is {single_questions}: expected 1 to {len(questions)}, the questions"
@@ -103,14 +108,15 @@ def rollout_contest(
     sampling = Sampling(max_new_tokens=max_new_tokens, stop=environment.stop)
 
     def rollouts(engine, asked: Sequence[Question], at_once: int):
-        def run() -> int:
+        def run() -> int:  # a new engine every time, so nothing is cached
             options = {"modes": "off", "max_turns": max_turns, "batch_size": at_once}
             found = loop.run(asked, engine(model, tokenizer), environment, sampling, **options)
             return sum(trajectory.generated_tokens for trajectory in found)
 
         return run
 
-    few, batched = questions[:single_questions], f"generate, batch {batch_size}"
+    few, batched = questions[:single_questions], f"generate, batch {batch_size}"  # batched: a name
+    # The probe answers one question; its memory peak is of the same kind.
     single, probe = rollouts(GenerateEngine, few, 1), rollouts(GenerateEngine, questions[:1], 1)
     contestants = (
         Contestant("ours", rollouts(HFEngine, questions, batch_size)),

@@ -1,5 +1,5 @@
-"""Serving: whether two engines write the same, and how many tokens a second come out of an engine
-or a server."""
+"""Serving: whether two engines write the same ids, and how many tokens per second an engine or a
+server generates."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def agreement(model, one: Sequence[Trajectory], other: Sequence[Trajectory]) -> 
     `model`.
 
     same, same_answer   whether all ids, or the predictions, are equal
-    margin              log-probability of the first engine's id less that of the other's where they
-                        first differ; NaN if they do not, infinite if one only goes on longer
-    logprob_difference, latent_difference   the largest before that place
+    margin              where the ids first differ: log-probability of the first engine's id minus
+                        that of the other's; NaN if they are equal, infinite if one is only longer
+    logprob_difference, latent_difference   the largest absolute differences before that place
     """
     return pd.DataFrame([_compared(model, *pair) for pair in zip(one, other, strict=True)])
 
@@ -40,9 +40,10 @@ def _compared(model, one: Trajectory, other: Trajectory) -> dict:
         margin = _margin(model, one.ids[:equal], *pairs[equal])
     else:
         margin = float("nan") if one.ids == other.ids else float("inf")
-    thoughts = one.count(Origin.LATENT, span=(0, equal))
+    thoughts = one.count(Origin.LATENT, span=(0, equal))  # latent positions in the equal part
+    # (equal,), NaN where a token was not sampled
     logprobs = np.abs(np.subtract(one.logprobs[:equal], other.logprobs[:equal]))
-    latents = np.abs(one.latents[:thoughts] - other.latents[:thoughts])
+    latents = np.abs(one.latents[:thoughts] - other.latents[:thoughts])  # (n, H)
     return {
         "question_id": one.question.id,
         "generated_tokens": one.generated_tokens,
@@ -57,6 +58,7 @@ def _compared(model, one: Trajectory, other: Trajectory) -> dict:
 @torch.no_grad()
 def _margin(model, ids: Sequence[int], token: int, other: int) -> float:
     """log p(token) − log p(other) after `ids`."""
+    # (H,), at the last id
     hidden = model.latent_states(torch.tensor([ids], device=model.device)).hidden[0, -1]
     logits = policy_logits(model, hidden)  # (V,)
     return (logits[token] - logits[other]).item()
@@ -65,12 +67,13 @@ def _margin(model, ids: Sequence[int], token: int, other: int) -> float:
 def engine_throughput(
     engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, concurrent: int
 ) -> dict:
-    """One turn for each prompt, at most `concurrent` at once; a row of `tables.THROUGHPUT` without
-    its route."""
+    """Write one turn for each prompt, at most `concurrent` at once. Returns a row of
+    `tables.THROUGHPUT` without its route."""
     waiting = deque(TurnRequest(session, ids, []) for session, ids in enumerate(prompts))
     tokens, under_way, began = 0, 0, time.perf_counter()
     while waiting or engine.busy:
         # A new turn enters as soon as one has ended.
+        # Fills the free places.
         entering = [waiting.popleft() for _ in range(min(len(waiting), concurrent - under_way))]
         engine.submit(entering, sampling)
         ended = engine.step()
@@ -83,7 +86,7 @@ def engine_throughput(
 def server_throughput(
     address: str, model: str, prompts: Sequence[Sequence[int]], sampling: Sampling, concurrent: int
 ) -> dict:
-    """The same over the OpenAI-compatible API, with `concurrent` clients. Raises
+    """As `engine_throughput`, over the OpenAI-compatible API with `concurrent` clients. Raises
     httpx.HTTPStatusError for a failed request."""
     body = {
         "model": model,
@@ -99,7 +102,7 @@ def server_throughput(
 
         with ThreadPoolExecutor(concurrent) as clients:
             began = time.perf_counter()
-            tokens = sum(clients.map(tokens_of, prompts))
+            tokens = sum(clients.map(tokens_of, prompts))  # waits for the last answer
             seconds = time.perf_counter() - began  # without starting and stopping the clients
     return _row(concurrent, len(prompts), tokens, seconds)
 

@@ -1,5 +1,5 @@
-"""What is timed: a latent model with an ordinary twin of the same weights, and batches of ids with
-latent blocks."""
+"""What the benchmarks time: a latent model and an ordinary twin with the same weights, and batches
+of ids with latent blocks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from alar.records import Origin
 from alar.rollout.codec import Codec
 from alar.train.examples import Example, collate, labels_from_origins
 
-HEAD_SIZE = 64
+HEAD_SIZE = 64  # width of one attention head
 BENCH_WORLD = "counterfactual-0"
 
 
 @dataclass(frozen=True)
 class ModelPair:
-    """A latent model and the ordinary transformers model with its weights, projector left out."""
+    """A latent model, and the ordinary transformers model with its weights but no projector."""
 
     name: str
     latent: PreTrainedModel
@@ -62,8 +62,9 @@ def model_pair(
     length: int = 512,
     seed: int = 0,
 ) -> ModelPair:
-    """Random weights in the shipped base's proportions: its vocabulary, heads of 64, two queries
-    per key."""
+    """A pair with random weights in the proportions of the shipped base: its vocabulary, an MLP
+    three times as wide as the hidden size, two query heads per key head. Heads have a width of 64.
+    Raises ValueError for sizes that do not fit."""
     if hidden_size % (2 * HEAD_SIZE):
         raise ValueError(
             f"hidden_size is {hidden_size}: expected a multiple of {2 * HEAD_SIZE} (even heads)"
@@ -73,6 +74,7 @@ def model_pair(
     folder = embedded("search")
     heads = hidden_size // HEAD_SIZE
     settings = dict(
+        # All rows of the embedding, also the spare ones.
         vocab_size=AutoConfig.from_pretrained(folder).vocab_size,
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
@@ -82,6 +84,7 @@ def model_pair(
         max_position_embeddings=max(2048, length),
         tie_word_embeddings=True,
     )
+    # The first id that the tokenizer lacks.
     latent_token_id = len(AutoTokenizer.from_pretrained(folder))
     torch.manual_seed(seed)
     latent = LatentQwen2ForCausalLM(
@@ -109,13 +112,13 @@ def random_batch(
     padded: bool = False,
     seed: int = 0,
 ) -> TimedBatch:
-    """Random text with `blocks` latent blocks a row, at random positions, text before, between and
-    behind them.
+    """Random ids with `blocks` latent blocks per row at random positions, with text before, between
+    and after them.
 
-    `padded`: rows of length/2 to `length`, the first one whole, padded on the right. All text
-    carries loss.
+    `padded`: rows have length/2 to `length` real tokens, the first one all, and are padded on the
+    right. All text carries loss. Raises ValueError if the blocks do not fit.
     """
-    shortest = (length + 1) // 2 if padded else length
+    shortest = (length + 1) // 2 if padded else length  # tokens
     if batch_size < 1 or blocks < 1:
         raise ValueError(f"batch_size {batch_size}, blocks {blocks}: expected at least 1 of each")
     if shortest < blocks * (config.num_latent + 1) + 1:
@@ -126,37 +129,38 @@ def random_batch(
         )
     generator, steps = torch.Generator().manual_seed(seed), config.num_latent
     lengths = torch.randint(shortest, length + 1, (batch_size,), generator=generator)  # (B,)
-    lengths[0] = length
+    lengths[0] = length  # one row is whole, so T = length
     ids = torch.randint(
         3, config.latent_token_id, (batch_size, length), generator=generator
     )  # (B, T)
     for row, count in enumerate(lengths.tolist()):
-        text = count - blocks * steps
+        text = count - blocks * steps  # tokens of this row outside the blocks
         # Distinct cuts of the text leave at least one token before, between and behind the blocks.
         cuts = 1 + torch.randperm(text - 1, generator=generator)[:blocks].sort().values
         for number, cut in enumerate(cuts.tolist()):
-            start = cut + number * steps
+            start = cut + number * steps  # earlier blocks shift this one
             ids[row, start : start + steps] = config.latent_token_id
     mask = (torch.arange(length)[None] < lengths[:, None]).long()  # (B, T)
+    # (B, T); −100 carries no loss
     labels = ids.masked_fill((mask == 0) | (ids == config.latent_token_id), -100)
     inputs = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "labels": labels}
     return TimedBatch(f"batch {batch_size}, {'padded' if padded else 'full'}", inputs)
 
 
 def aasd_batch(config, batch_size: int = 16, *, topk: int = 2, seed: int = 0) -> TimedBatch:
-    """AASD examples as notebook 03 trains on: the expert's searches and answers, a latent block for
-    every thought."""
+    """AASD examples like those of notebook 03: the expert's searches and answers, with a latent
+    block in place of every thought."""
     tokenizer = AutoTokenizer.from_pretrained(embedded("search"))
     codec = Codec(tokenizer, config.num_latent, config.latent_token_id)
     environment = SearchEnvironment(topk=topk)
     examples = []
     for solved in solved_questions(BENCH_WORLD, batch_size, seed):
-        ids = codec.prompt(solved.question.text)
+        ids = codec.prompt(solved.question.text)  # ids and origins grow together
         origins = [Origin.PROMPT] * len(ids)
         for number, step in enumerate(solved.steps):
             written, marks = codec.latent_turn(step.action, step.argument, first=number == 0)
             ids, origins = ids + written, origins + marks
-            if step.action == "search":
+            if step.action == "search":  # an answer gets no observation
                 turn = Turn("latent", "", step.action, step.argument, True)
                 seen = codec.observation(environment.observe([(solved.question, turn)])[0].text)
                 ids, origins = ids + seen, origins + [Origin.OBSERVATION] * len(seen)

@@ -6,8 +6,8 @@
 | plain SFT | transformers' own model on the same ids and labels: latent ids are ordinary tokens |
 | per sample | the straightforward algorithm, `per_sample_loss` |
 
-The last is what the released code of ALAR does, with its errors put right, so that all that
-differs from ours is the work: rows · blocks · (1 + K) + 1 model calls and every text token twice.
+The last is the algorithm of ALAR's released code with its errors corrected, so it differs from ours
+only in the work: rows · blocks · (1 + K) + 1 model calls, and every text token is computed twice.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ def training_contests(
     checkpointed: bool = False,
     claims: bool = True,
 ) -> list[Contest]:
-    """Forward and backward, one contest a batch, with the "published" latent gradient.
+    """Forward and backward with the "published" latent gradient, one contest per batch.
 
-    Under gradient checkpointing the per-sample algorithm can only have "projector_only". `claims`
-    are made for the sizes of `model_pair`'s and `random_batch`'s defaults.
+    Under gradient checkpointing the per-sample algorithm can only use "projector_only". The limits
+    of the claims hold for the default sizes of `model_pair` and `random_batch`; `claims=False`
+    leaves them out.
     """
     part, at_most, at_least, gradient = "training step", 1.3, 1.7, "published"
     if checkpointed:
@@ -50,7 +51,7 @@ def training_contests(
         def run() -> int:
             model.zero_grad(set_to_none=True)
             with training_mode(model, checkpointed):
-                loss(**batch.inputs).backward()
+                loss(**batch.inputs).backward()  # no optimiser step: it would cost each the same
             model.zero_grad(set_to_none=True)
             return batch.real_tokens
 
@@ -77,8 +78,8 @@ def training_contests(
 
 
 def logprob_contests(pair: ModelPair, batches: Sequence[TimedBatch]) -> list[Contest]:
-    """Log-probs of the labelled tokens without gradient: z given with the batch, against an
-    ordinary forward."""
+    """Log-probs of the labelled tokens without gradient. Our pass gets z with the batch and is
+    compared with an ordinary forward."""
 
     @torch.no_grad()
     def score(model, batch: TimedBatch, **options) -> int:
@@ -119,11 +120,11 @@ def per_sample_loss(
 ) -> tuple[Tensor, Tensor]:
     """(mean loss, z (N, H) in row-major order) of a latent model, one sample after the other.
 
-    Every sample alone runs each of its text segments and latent steps with a KV cache; a second,
-    full forward over the embeddings with z in place gives the loss. `latent_gradient` is
-    "published" (z₁ reaches the text through h₀) or "projector_only", where the cached passes need
-    no graph. Under gradient checkpointing only the latter is possible: a checkpointed layer drops
-    its cache.
+    Each sample runs its text segments and latent steps alone, with a KV cache. A second, full
+    forward over the embeddings, with z in place, gives the loss. `latent_gradient` is "published"
+    (z₁ reaches the text through h₀) or "projector_only", for which the cached passes need no graph.
+    Under gradient checkpointing only "projector_only" is possible, because a checkpointed layer
+    drops its cache; "published" raises ValueError there.
     """
     if latent_gradient not in ("published", "projector_only"):
         raise ValueError(
@@ -143,7 +144,9 @@ def per_sample_loss(
     for row in range(len(input_ids)):
         real = attention_mask[row].bool()
         sample = embeddings[row, real][None]  # (1, L, H)
+        # The first position of every block.
         starts = latent[row, real].nonzero()[::num_latent, 0].tolist()
+        # For "projector_only" the cached passes need no graph.
         with nullcontext() if published else _plain_inference(model):
             found += _latents_of_sample(model, sample, starts, attached=published)
     if published:
@@ -155,11 +158,13 @@ def per_sample_loss(
         ]
         z = torch.stack(by_step, dim=1).flatten(0, 1)  # (N, H)
     output = model.model(
-        inputs_embeds=embeddings.index_put(latent.nonzero(as_tuple=True), z),
+        inputs_embeds=embeddings.index_put(latent.nonzero(as_tuple=True), z),  # (B, T, H)
         attention_mask=attention_mask,
+        # (B, T), counted over real tokens
         position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),
         use_cache=False,
     )
+    # (B · (T − 1), V)
     logits = model.lm_head(output.last_hidden_state[:, :-1]).float().flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)
     return loss, z
@@ -168,11 +173,13 @@ def per_sample_loss(
 def _latents_of_sample(
     model, sample: Tensor, starts: Sequence[int], *, attached: bool
 ) -> list[tuple[Tensor, Tensor]]:
-    """(h, z = f(h)), each (H,), for every latent position of one sample (1, L, H); h₀ with its
-    graph if `attached`."""
+    """(h, z = f(h)), each (H,), for every latent position of one sample (1, L, H).
+
+    starts: the first latent position of every block. attached: h₀ keeps its graph.
+    """
     cache, found, cursor = DynamicCache(config=model.config), [], 0
     for start in starts:
-        chunk = sample[:, cursor:start]
+        chunk = sample[:, cursor:start]  # (1, l, H): the text before this block
         for step in range(model.config.num_latent):
             output = model.model(inputs_embeds=chunk, past_key_values=cache, use_cache=True)
             state = output.last_hidden_state[:, -1]  # (1, H)
@@ -180,8 +187,8 @@ def _latents_of_sample(
                 state = state.detach()
             z = model.model.projector(state, step)  # (1, H)
             found.append((state[0], z[0]))
-            chunk = z[:, None]
-        # z_K enters the cache.
+            chunk = z[:, None]  # (1, 1, H): z is the next input
+        # The model also reads z_K, so that later text sees it in the cache.
         model.model(inputs_embeds=chunk, past_key_values=cache, use_cache=True)
         cursor = start + model.config.num_latent
     return found
@@ -189,7 +196,8 @@ def _latents_of_sample(
 
 @contextmanager
 def training_mode(model, checkpointed: bool):
-    """Train mode, with or without gradient checkpointing; afterwards eval mode and none."""
+    """Train mode in the block, with or without gradient checkpointing; afterwards eval mode without
+    it."""
     model.train()
     if checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -202,7 +210,7 @@ def training_mode(model, checkpointed: bool):
 
 @contextmanager
 def _plain_inference(model):
-    """No graph and no checkpointing, which acts in train mode only."""
+    """No graph and no gradient checkpointing; the latter acts in train mode only."""
     before = model.training
     model.eval()
     try:

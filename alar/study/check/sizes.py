@@ -1,9 +1,8 @@
-"""How large a model is, before it is there: its architecture on the meta device.
+"""How large a model is, before its weights are there: we build it on the meta device and count.
 
-The config comes from a local folder or from the hub's cache; for published bases that are in
-neither, from `PUBLISHED`, which repeats the `config.json` of the models' hub pages. All else is
-counted on the modules that the study itself would build, so the numbers here are those of the
-model.
+The config comes from a local folder or from the hub's cache. For published bases that are in
+neither it comes from `PUBLISHED`, which repeats the `config.json` of the models' hub pages. The
+counts are taken on the modules that the study itself would build, so they are the model's own.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Size:
-    """Counts of one latent model; the last three are numbers kept per token, over all layers."""
+    """Counts of one latent model. The last three are values kept per token, over all layers."""
 
     source: str  # where the config is from
     base: int  # parameters without the projector, tied weights once
@@ -78,20 +77,23 @@ class Size:
     positions: int
     kv_values: int
     activation_values: int  # estimate, without gradient checkpointing: see `size_of_model`
-    checkpointed_values: int  # with it: the input of every layer, and all of one
+    # With gradient checkpointing: the input of every layer, and all activations of one layer.
+    checkpointed_values: int
 
     @property
     def parameters(self) -> int:
         return self.base + self.projector
 
     def trainable(self, kind: str, lora_rank: int, *, projector: bool = True) -> int:
-        """Parameters that train: "full" or "lora" of that rank, and the projector or not."""
+        """How many parameters train: kind "full" or "lora" (of that rank), plus the projector if
+        `projector`."""
+        # LoRA leaves the base as it is.
         count = self.base if kind == "full" else lora_rank * self.lora_per_rank
         return count + self.projector if projector else count
 
 
 def known_config(base: str, domain: str) -> tuple[dict, str] | None:
-    """(config.json, where it is from) of `model.base`; None for an unknown model of the hub."""
+    """(content of config.json, where it is from) of `model.base`; None for an unknown hub model."""
     named = Path(resolve(base, domain))
     folder = named if named.is_dir() else hub_folder(base)
     if folder is not None and (named.is_dir() or (folder / "config.json").exists()):
@@ -102,13 +104,14 @@ def known_config(base: str, domain: str) -> tuple[dict, str] | None:
 
 
 def size_of(experiment: Experiment, domain: str) -> Size | None:
-    """Size of the latent model of an experiment; None where nothing is known of its base.
+    """Size of the latent model of an experiment; None if nothing is known about its base.
 
     Raises ValueError for an architecture without a latent version, and OSError or ValueError for a
     folder without a config.
     """
     if experiment.model.base == "scratch":
         with torch.device("meta"):
+            # It stands for the tokenizer; which ids it has does not matter here.
             tokens = SimpleNamespace(eos_token_id=0, pad_token_id=0)
             config = build_model(experiment.pretrain, tokens).config.to_dict()
         return size_of_model(meta_model(config, experiment), "pretrain")
@@ -120,51 +123,55 @@ def size_of(experiment: Experiment, domain: str) -> Size | None:
 
 
 def meta_model(config: dict, experiment: Experiment) -> torch.nn.Module:
-    """The latent model that `from_base` would make of this base, without memory for its weights."""
-    family = config.get("model_type")
+    """The latent model that `from_base` would make from this base, without memory for its
+    weights."""
+    family = config.get("model_type")  # such as "qwen2"
     if family not in FAMILIES:
         raise ValueError(
             f"architecture {family!r} has no latent version; supported: {', '.join(FAMILIES)}"
         )
     config_class, model_class = FAMILIES[family]
+    # The latent config has its own values of these.
     dropped = ("model_type", "architectures", "transformers_version")
     kept = {key: value for key, value in config.items() if key not in dropped}
     wanted = experiment.model
     options = {
         "num_latent": wanted.num_latent,
-        "latent_token_id": config["vocab_size"] - 1,
+        "latent_token_id": config["vocab_size"] - 1,  # any id will do to count
         "projector_kind": {"latent": "mlp", "constant": "constant"}[experiment.aasd.kind],
         "projector_size": wanted.projector_size,
         "projector_layer_norm": wanted.projector_layer_norm,
     }
     with torch.device("meta"):
-        return model_class(config_class(**kept | options))
+        return model_class(config_class(**kept | options))  # tensors with shapes and no memory
 
 
 def size_of_model(model: torch.nn.Module, source: str = "") -> Size:
-    """Counts of a latent model, on whatever device it is.
+    """Counts of a latent model on any device.
 
-    Activations per token and layer, in values: 6 h around the two norms and the residual stream, 3
-    q + 2 kv in attention (queries, expanded keys and values count as queries', output), 4 i in the
-    MLP; h hidden, q query, kv key and i inner width.
+    Activations per token and layer, in values: 6 h around the two norms and the residual stream,
+    3 q + 2 kv in attention (queries, expanded keys and values count as queries', output), and 4 i
+    in the MLP. The widths are h (hidden), q (all query heads), kv (all key heads) and i (MLP).
     """
     config = model.config
+    # Qwen3 states the width of a head; else it is hidden size / heads.
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     queries, keys = head * config.num_attention_heads, head * config.num_key_value_heads
     projector = sum(p.numel() for p in model.model.projector.parameters())
     adapters = 0
     for name, module in model.model.layers.named_modules():
         if name.rsplit(".", 1)[-1] in LORA_TARGETS:
-            adapters += module.in_features + module.out_features
+            adapters += module.in_features + module.out_features  # A (r, in) and B (out, r)
     per_layer = 6 * config.hidden_size + 3 * queries + 2 * keys + 4 * config.intermediate_size
     return Size(
         source=source,
+        # `parameters` gives tied weights once.
         base=sum(p.numel() for p in model.parameters()) - projector,
         projector=projector,
         lora_per_rank=adapters,
         vocabulary=config.vocab_size,
         positions=config.max_position_embeddings,
-        kv_values=2 * config.num_hidden_layers * keys,
+        kv_values=2 * config.num_hidden_layers * keys,  # keys and values
         activation_values=config.num_hidden_layers * per_layer,
         checkpointed_values=config.num_hidden_layers * config.hidden_size + per_layer,
     )

@@ -1,16 +1,16 @@
 """Parameter files: read in layers, checked as a whole, and flattened for one notebook.
 
 A file is a YAML mapping of sections (`alar.study.params.sections`). It may say `extends:
-other.yaml` (a file beside it, one level) and hold `variants:`, which maps a name to the sections
-that differ and, optionally, `only: ["01", "03"]`. A domain's name, `search:` or `tool:`, holds the
-sections that differ in that domain, at the top of a file or in a variant.
+other.yaml` (a file beside it, one level). It may hold `variants:`, which maps a name to the
+sections that differ and, optionally, `only: ["01", "03"]`. A domain's name, `search:` or `tool:`,
+holds the sections that differ in that domain. It stands at the top of a file or in a variant.
 
-Later layers win: defaults < extended file < file < variant < `section.key=value` overrides; each of
-these is followed by what it says about the domain.
+Later layers win: defaults < extended file < file < variant < `section.key=value` overrides. Within
+a layer, what it says about the domain wins over what it says about all domains.
 
 Nothing runs before everything has been checked. All problems are reported at once, each with its
 file, its section.key and a remedy. A notebook's own `parameters` cell decides what the notebook
-receives (`alar.study.params.notebooks`), so a misspelt name is neither injected nor ignored.
+receives (`alar.study.params.notebooks`), so a misspelt name is an error.
 """
 
 import re
@@ -40,8 +40,8 @@ from alar.study.params.sections import (
     section_models,
 )
 
-RUN_FOLDER_NAME = "run_dir"  # the runner injects it, with `domain`
-# Of section `run`: what no notebook reads, and what acts even if no notebook declares it.
+RUN_FOLDER_NAME = "run_dir"  # the runner injects this parameter and `domain`
+# Keys of section `run`: those that no notebook reads, and those that act without a notebook.
 NOT_INJECTED = {"name", "domains", "jobs"}
 USED_BY_RUNNER = NOT_INJECTED | {"threads"}
 
@@ -58,11 +58,11 @@ def load_experiment(
     root: str | Path = ".",
     absent: list[Absent] | None = None,
 ) -> Experiment:
-    """What a file (or one of its variants) says about a domain; without a name, about its first.
+    """What a file (or one of its variants) says about a domain; by default its first domain.
 
-    overrides: "section.key=value"; later ones win. root: relative locations are looked up there
-    and in the current folder. absent: a list that takes the locations that do not exist; without
-    it they are problems. Raises ParameterError with every problem, also those of other domains.
+    overrides: "section.key=value"; later ones win. root: relative locations are looked up in the
+    current folder and there. absent: locations that do not exist are added to this list; without it
+    they are problems. Raises ParameterError with every problem, also those of other domains.
     """
     found = _by_domain(shown_path(path), overrides, variant, Path(root), absent, domain)
     return found[domain or next(iter(found))]
@@ -75,13 +75,13 @@ def load_variants(
     root: str | Path = ".",
     absent: list[Absent] | None = None,
 ) -> dict[str, dict[str, Experiment]]:
-    """Variant → domain (those of its `run.domains`) → experiment, in the order of the file.
+    """Variant → domain (of its `run.domains`) → experiment, in the order of the file.
 
-    A file without variants has one, "".
+    A file without variants has one variant, "". Raises ParameterError with the problems of all.
     """
     path, overrides = shown_path(path), list(overrides)
     experiments, problems = {}, []
-    for name in read_document(path).variants or [""]:
+    for name in read_document(path).variants or [""]:  # problems of all variants are collected
         try:
             experiments[name] = _by_domain(path, overrides, name or None, Path(root), absent)
         except ParameterError as error:
@@ -92,11 +92,15 @@ def load_variants(
 
 
 def merge_layers(layers: list[Layer], domain: str) -> tuple[dict, dict, list[str]]:
-    """(section → key → value, (section, key) → where it stands, problems); later layers win."""
+    """Lay the layers over each other for one domain; later ones win.
+
+    Returns (section → key → value, (section, key) → where the value stands, problems).
+    """
     values: dict[str, dict[str, Any]] = {}
-    where: dict[tuple[str, str], str] = {}
+    where: dict[tuple[str, str], str] = {}  # for messages that name the file or override
     problems = []
     for place, content in layers:
+        # section → keys and values, of the part that holds for all domains
         shared = {name: part for name, part in content.items() if name not in DOMAINS}
         own = content.get(domain) or {}
         if not isinstance(own, dict):
@@ -104,6 +108,7 @@ def merge_layers(layers: list[Layer], domain: str) -> tuple[dict, dict, list[str
             own = {}
         if "run" in own:
             problems.append(f"{place}: {domain}.run: belongs to all domains; move it to the top")
+        # The domain's own part comes later, so it wins.
         for source, part in ((place, shared), (f"{place}: {domain}", own)):
             for section, given in part.items():
                 if section not in section_models():
@@ -112,7 +117,7 @@ def merge_layers(layers: list[Layer], domain: str) -> tuple[dict, dict, list[str
                         f"{did_you_mean(section, section_models())}"
                         f"; the sections are {', '.join(section_models())}"
                     )
-                elif not isinstance(given, dict | None):
+                elif not isinstance(given, dict | None):  # an empty section is None
                     problems.append(
                         f"{source}: {section}: must hold keys and values, not {given!r}"
                     )
@@ -129,18 +134,19 @@ def flatten(
     domain: str | None = None,
     run_dir: str | None = None,
 ) -> dict[str, Any]:
-    """The flat parameters of one notebook: what its `parameters` cell declares, and nothing else.
+    """Flat name → value for one notebook: exactly the names that its `parameters` cell declares.
 
-    notebook: path of the .ipynb, or its stem, which gives every name that it could declare.
+    notebook: the path of the .ipynb. If it is only the stem, the result has every name that the
+    notebook could declare. Raises ParameterError for a declared name that no section has.
     """
     notebook = Path(notebook)
-    values = experiment.model_dump()
+    values = experiment.model_dump()  # section → key → value
     available = {
         name: values[section][key] for name, (section, key) in _names(notebook.stem).items()
     }
     available["domain"] = domain or experiment.run.domains[0]
     available[RUN_FOLDER_NAME] = run_dir or f"runs/{experiment.run.name}/{available['domain']}"
-    if notebook.suffix != ".ipynb":
+    if notebook.suffix != ".ipynb":  # only a stem: there is no cell to read
         return available
     declared = declared_parameters(notebook)
     unknown = [name for name in declared if name not in available]
@@ -150,15 +156,15 @@ def flatten(
 
 
 def origin(notebook: str | Path, name: str) -> tuple[str, str]:
-    """(section, key) behind a flat name of a notebook; ("", name) for what the runner injects."""
+    """(section, key) of a notebook's flat name; ("", name) for a name that the runner injects."""
     return _names(Path(notebook).stem).get(name, ("", name))
 
 
 def check_notebooks(experiment: Experiment, notebooks_dir: str | Path) -> None:
     """Compare the experiment with the notebooks' `parameters` cells.
 
-    Raises ParameterError with every name that no section has, every default of another type, and
-    every stated key that no notebook declares.
+    Raises ParameterError with every declared name that no section has, every default whose type
+    differs from the section's, and every key of the file that no notebook declares.
     """
     problems, declared_anywhere = [], set()
     for notebook in numbered(notebooks_dir):
@@ -167,7 +173,7 @@ def check_notebooks(experiment: Experiment, notebooks_dir: str | Path) -> None:
         except NotebookError as error:
             problems.append(str(error))
             continue
-        available = flatten(experiment, notebook.stem)
+        available = flatten(experiment, notebook.stem)  # every name it may declare, with its value
         for name, default in declared.items():
             if name not in available:
                 problems.append(_unknown_name(notebook, name, available))
@@ -180,9 +186,10 @@ def check_notebooks(experiment: Experiment, notebooks_dir: str | Path) -> None:
                     f" type {type(default).__name__}, but the parameter {section}.{key} is of type"
                     f" {type(available[name]).__name__}"
                 )
-    for section, key, where in experiment.stated:
+    for section, key, where in experiment.stated:  # a key that nobody reads does nothing: an error
         if (section, key) in declared_anywhere or (section == "run" and key in USED_BY_RUNNER):
             continue
+        # The keys among which a suggestion is looked for.
         known = [other for owner, other in declared_anywhere if owner == section]
         owners = [stem for stem, own in OWN_SECTION.items() if own == section]
         if owners:
@@ -205,12 +212,12 @@ def _by_domain(
     absent: list[Absent] | None,
     wanted: str | None = None,
 ) -> dict[str, Experiment]:
-    """Domain → experiment for the domains of `run.domains`, and for `wanted`.
+    """Domain → experiment, for the domains of `run.domains` and for `wanted`.
 
-    Domains that are not run are checked too, except for their locations and question types.
+    The other domains are checked too, except for their locations and question types.
     """
-    layers, only = _layers(path, variant)
-    drafts, places, problems = {}, {}, []
+    layers, only = _layers(path, variant)  # lowest first
+    drafts, places, problems = {}, {}, []  # domain → experiment; domain → `where`
     for override in overrides:
         try:
             layers.append(_override(override))
@@ -222,6 +229,7 @@ def _by_domain(
         try:
             drafts[domain], places[domain] = Experiment.model_validate(values), where
         except ValidationError as error:
+            # A default stands nowhere; the message then names the file.
             problems += problem_lines(
                 error, lambda section, key, where=where: where.get((section, key), path), _nearest
             )
@@ -230,9 +238,10 @@ def _by_domain(
             source = where.get(tuple(dotted.split(".")), path)
             problems.append(f"{source}: {dotted}: {problem}")
 
+    # `run` is the same in every draft, because no domain may set it.
     run = next(iter(drafts.values())).run.domains if drafts else []
     experiments = {}
-    for domain in dict.fromkeys([*run, wanted]):
+    for domain in dict.fromkeys([*run, wanted]):  # in order, without repeats
         if domain not in drafts:
             continue
         where = places[domain]
@@ -252,6 +261,7 @@ def _by_domain(
             for kind in experiment.rl.types
             if kind not in known
         ]
+        # Only what a file or an override gives, not the defaults.
         stated = tuple((section, key, source) for (section, key), source in where.items())
         experiments[domain] = experiment.model_copy(update={"only": only, "stated": stated})
     if problems:
@@ -260,11 +270,11 @@ def _by_domain(
 
 
 def _layers(path: Path, variant: str | None) -> tuple[list[Layer], tuple[str, ...]]:
-    """(what the extended file, the file and its variant say, the stages of the last `only`)."""
+    """(layers of extended file, file and variant, lowest first; the `only` that wins)."""
     document = read_document(path)
     layers, only = [(str(path), document.sections)], document.only
     if document.extends:
-        base = path.parent / document.extends
+        base = path.parent / document.extends  # a file beside this one
         if not base.is_file():
             raise ParameterError(f"{path}: extends: {base} does not exist")
         extended = read_document(base)
@@ -273,7 +283,7 @@ def _layers(path: Path, variant: str | None) -> tuple[list[Layer], tuple[str, ..
                 f"{path}: extends: {document.extends} itself extends {extended.extends}; only one"
                 " level is supported, so extend a file that extends nothing"
             )
-        layers.insert(0, (str(base), extended.sections))
+        layers.insert(0, (str(base), extended.sections))  # below the file itself
     if variant is not None:
         if variant not in document.variants:
             raise ParameterError(
@@ -281,12 +291,15 @@ def _layers(path: Path, variant: str | None) -> tuple[list[Layer], tuple[str, ..
                 f" it has {', '.join(document.variants) or 'none'}"
             )
         layers.append((f"{path}: variants.{variant}", document.variants[variant].sections))
-        only = document.variants[variant].only or only
+        only = document.variants[variant].only or only  # the variant's list wins over the file's
     return layers, tuple(only)
 
 
 def _override(text: str) -> Layer:
-    """An override as a layer. Texts and locations are taken as they stand, others are YAML."""
+    """An override as a layer. A text or a location is taken as it stands; other values are YAML.
+
+    Raises ParameterError for an override of another form.
+    """
     place = f"--set {text}"
     match = re.fullmatch(r"\s*(\w+)\.(\w+)\s*=(.*)", text, re.DOTALL)
     if not match:
@@ -294,6 +307,7 @@ def _override(text: str) -> Layer:
             f"{place}: must look like section.key=value, such as aasd.learning_rate=1e-3"
         )
     section, key, raw = match.groups()
+    # As YAML, a name such as 1e3 or no would become a number or a bool.
     if field_kind(section, key) in ("location", "location or name", "str"):
         return place, {section: {key: raw.strip().strip("\"'")}}
     try:
@@ -317,9 +331,9 @@ def _resolve_locations(experiment: Experiment, root: Path) -> tuple[Experiment, 
             for entry in value if isinstance(value, list) else [value]:
                 looks_like_path = entry.startswith((".", "/", "~")) or entry.endswith(DATA_FILES)
                 named = kind == "location" or looks_like_path
-                candidates = [Path(entry).expanduser(), root / entry]
+                candidates = [Path(entry).expanduser(), root / entry]  # current folder first
                 found = [place for place in candidates if place.exists()]
-                # "embedded" stays a keyword, whatever folder of that name lies about.
+                # "embedded" stays a keyword even if a folder has that name.
                 if found and (named or "/" in entry):
                     entry = str(found[0].resolve())
                 elif named:
@@ -336,8 +350,9 @@ def _resolve_locations(experiment: Experiment, root: Path) -> tuple[Experiment, 
 
 
 def _names(stem: str) -> dict[str, tuple[str, str]]:
-    """Flat name → (section, key): plain for `run` and the notebook's own section, else prefixed."""
-    plain = ("run", OWN_SECTION.get(stem))
+    """Flat name → (section, key). Keys of `run` and of the notebook's own section stand alone;
+    other keys carry their section as a prefix."""
+    plain = ("run", OWN_SECTION.get(stem))  # sections whose keys carry no prefix
     return {
         key if section in plain else f"{section}_{key}": (section, key)
         for section, model in section_models().items()
@@ -347,7 +362,7 @@ def _names(stem: str) -> dict[str, tuple[str, str]]:
 
 
 def _nearest(section: str, key: str) -> str:
-    """A similar key of the section, else the same key of another section."""
+    """A suggestion: a similar key of the section, else the same key of another section, else ""."""
     models = section_models()
     elsewhere = [name for name in models if key in models[name].model_fields]
     own = did_you_mean(key, models[section].model_fields)
@@ -363,7 +378,8 @@ def _unknown_name(notebook: Path, name: str, available: Iterable[str]) -> str:
 
 
 def _same_type(default: Any, value: Any) -> bool:
-    """A whole number may stand for a float; a bool, which Python counts as an int, for nothing."""
+    """Whether a default fits the parameter's type. An int may stand for a float, but a bool, which
+    Python counts as an int, may not."""
     if isinstance(value, float):
-        return type(default) in (int, float)
+        return type(default) in (int, float)  # `int` itself: not its subclass `bool`
     return type(default) is type(value)

@@ -1,7 +1,7 @@
-"""Reads one parameter file: a stricter YAML, and what a file holds beside its sections.
+"""Reads one parameter file, in a stricter YAML.
 
-A file is a mapping of sections. Beside them it may hold `extends`, `only` and `variants`; a variant
-is again a mapping of sections, and may have an `only` of its own.
+A file is a mapping of sections. It may also hold `extends`, `only` and `variants`. A variant is
+again a mapping of sections and may have an `only` of its own.
 """
 
 import difflib
@@ -26,7 +26,7 @@ class ParameterError(ValueError):
 
 
 class Variant(BaseModel):
-    """Sections, and the stages that are run. Sections are checked when all layers are merged."""
+    """Sections, and in `only` the stages to run ([] = all). Sections are checked after merging."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     only: list[StageNumber] = []
@@ -37,7 +37,7 @@ class Variant(BaseModel):
 
 
 class Document(Variant):
-    extends: str = ""
+    extends: str = ""  # file name
     variants: dict[FolderName, Variant] = {}
 
 
@@ -46,9 +46,10 @@ class Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node, deep=False):
         seen = set()
-        for key_node, _ in node.value:
+        for key_node, _ in node.value:  # PyYAML itself would let the last one win
             key = self.construct_object(key_node, deep=True)
             problem = ""
+            # YAML reads a key such as on or 2024 as a bool or a number.
             if not isinstance(key, str):
                 problem = f"the key {key!r} is not a text; put it in quotes"
             elif key in seen:
@@ -59,21 +60,21 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# YAML 1.1 wants a dot and a signed exponent, and takes 1e-3 for a text.
+# YAML 1.1 demands a dot and a signed exponent in a float, so it reads 1e-3 as a text.
 Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
+    list("-+0123456789."),  # the first characters for which PyYAML tries it
 )
 
 
 def parse_value(text: str) -> Any:
-    """The value behind `--set section.key=`. Raises yaml.YAMLError."""
+    """The value after `--set section.key=`. Raises yaml.YAMLError."""
     return yaml.load(text, Loader)
 
 
 def read_document(path: Path) -> Document:
-    """One parameter file. Raises ParameterError where it cannot be read or is built wrongly."""
+    """Read one parameter file. Raises ParameterError if it cannot be read or has a wrong form."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -88,9 +89,10 @@ def read_document(path: Path) -> Document:
         content = yaml.load(text, Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
+        # PyYAML counts from 0.
         line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ParameterError(f"{path}: {line}{getattr(error, 'problem', None) or error}") from None
-    if content is None:
+    if content is None:  # an empty file: the defaults
         content = {}
     if not isinstance(content, dict):
         raise ParameterError(
@@ -108,20 +110,20 @@ def problem_lines(
     place: Callable[[str, str], Any],
     hint: Callable[[str, str], str] = lambda section, key: "",
 ) -> list[str]:
-    """pydantic's errors, each as "where it stands: section.key: value: what it should be".
+    """pydantic's errors as lines "where it stands: section.key: value: what it should be".
 
-    `place(section, key)` says where a value stands, `hint(section, key)` what an unknown key
+    `place(section, key)` says where a value stands. `hint(section, key)` says what an unknown key
     may mean.
     """
     lines = []
     for detail in error.errors():
         loc = [str(part) for part in detail["loc"]]
-        section, key = loc[0], loc[1] if len(loc) > 1 else ""
+        section, key = loc[0], loc[1] if len(loc) > 1 else ""  # loc: section, key, place in a list
         if detail["type"] == "extra_forbidden":
             problem = f"unknown parameter{hint(section, key)}"
         else:
             problem = f"{detail['input']!r}: {detail['msg'].replace('Input should', 'it should')}"
-            if detail["type"] == "literal_error":
+            if detail["type"] == "literal_error":  # one of a few texts was expected
                 choices = re.findall(r"'([^']+)'", detail["ctx"]["expected"])
                 problem += did_you_mean(str(detail["input"]), choices)
         lines.append(f"{place(section, key)}: {'.'.join(loc)}: {problem}")
@@ -129,7 +131,7 @@ def problem_lines(
 
 
 def shown_path(path: str | Path) -> Path:
-    """A path as a user would write it: relative to the current folder if it lies inside."""
+    """A path as a user would write it: relative if it lies inside the current folder."""
     path = Path(path)
     inside = path.is_absolute() and path.is_relative_to(Path.cwd())
     return path.relative_to(Path.cwd()) if inside else path
@@ -137,5 +139,6 @@ def shown_path(path: str | Path) -> Path:
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
     """ ", did you mean learning_rate?", or "" if nothing is close."""
+    # `cutoff` is the least similarity, from 0 to 1.
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
     return f", did you mean {close[0]}?" if close else ""

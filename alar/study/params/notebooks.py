@@ -1,7 +1,7 @@
 """Reads notebooks without running them: their order, parameters, code and imports.
 
 Notebooks are read as JSON, because importing nbformat takes seconds. A `parameters` cell holds only
-lines `name = literal`, so that headless runs, papermill and a reader see the same plain values.
+lines `name = literal`, so headless runs, papermill and a reader see the same plain values.
 """
 
 import ast
@@ -21,6 +21,7 @@ class NotebookError(ValueError):
 def numbered(folder: str | Path) -> list[Path]:
     """The study's notebooks in order: `NN_name.ipynb`."""
     found = sorted(Path(folder).glob("[0-9][0-9]_*.ipynb"))
+    # The names are sorted, so equal numbers are neighbours.
     for one, next_one in pairwise(path.name[:2] for path in found):
         if one == next_one:
             raise NotebookError(f"{folder}: two notebooks carry the number {one}; renumber one")
@@ -30,7 +31,7 @@ def numbered(folder: str | Path) -> list[Path]:
 @dataclass(frozen=True)
 class Cell:
     is_code: bool
-    is_parameters: bool
+    is_parameters: bool  # tagged `parameters`, as papermill wants it
     source: str
 
 
@@ -46,6 +47,7 @@ def cells_of(notebook: str | Path) -> list[Cell]:
         for cell in document["cells"]:
             is_code = cell["cell_type"] == "code"
             is_parameters = is_code and "parameters" in cell["metadata"].get("tags", [])
+            # The source is a list of lines, or one text.
             cells.append(Cell(is_code, is_parameters, "".join(cell["source"])))
         return cells
     except FileNotFoundError:
@@ -65,25 +67,25 @@ def declared_parameters(notebook: str | Path) -> dict[str, Any]:
     if not cells:
         return declared
     try:
-        statements = ast.parse(cells[0].source).body
+        statements = ast.parse(cells[0].source).body  # read, never run
     except SyntaxError as error:
         raise NotebookError(
             f"{notebook}: parameters cell, line {error.lineno}: {error.msg}"
         ) from None
     for statement in statements:
         where = f"{notebook}: parameters cell, line {statement.lineno}"
-        target = _assigned_name(statement)
+        target = _assigned_name(statement)  # None for anything but `name = value`
         if target is None:
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
                 continue  # a docstring
             raise NotebookError(
                 f"{where}: only `name = literal` may stand here; move the rest to the next cell"
             )
-        if target in declared:
+        if target in declared:  # Python would take the last one, a reader the first
             raise NotebookError(f"{where}: {target} is given twice; keep one")
         try:
             declared[target] = ast.literal_eval(statement.value)
-        except ValueError:
+        except ValueError:  # a call or a name, not a literal
             raise NotebookError(
                 f"{where}: {target} is not a plain literal; write the value itself and compute in"
                 " the next cell"
@@ -108,6 +110,7 @@ def imported_modules(sources: list[str], where: str | Path) -> set[str]:
     names: set[str] = set()
     for source in sources:
         try:
+            # A notebook is in no package.
             names |= imports(ast.parse(python_source(source)), package="")
         except SyntaxError as error:
             raise NotebookError(
@@ -117,8 +120,8 @@ def imported_modules(sources: list[str], where: str | Path) -> set[str]:
 
 
 def _assigned_name(statement: ast.stmt) -> str | None:
-    """`name` of `name = value`, annotated or not; None for any other statement."""
-    if isinstance(statement, ast.Assign):
+    """`name` of `name = value`, with or without annotation; None for any other statement."""
+    if isinstance(statement, ast.Assign):  # `a = b = 1` has two targets
         targets = statement.targets
     elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
         targets = [statement.target]

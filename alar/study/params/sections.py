@@ -1,13 +1,13 @@
 """The typed sections of a parameter file: every name, default and range of the study.
 
-One frozen pydantic model per section; `Experiment` holds them all. A section stands beside the code
-that takes it (`alar.rl.config`, `alar.train.config`, `alar.methods.config`, …); here are those of
-the study itself. The defaults are the laptop's, so `params/laptop.yaml` states only what it wants
-to say aloud. Types are strict: a number in quotes is an error, never a silent conversion.
+There is one frozen pydantic model per section; `Experiment` holds them all. Most sections are
+declared in the room that uses them (`alar.rl.config`, `alar.train.config`, `alar.methods.config`,
+…); those of the study itself are here. The defaults are the laptop's, so `params/laptop.yaml` can
+be short. Types are strict: a number in quotes is an error, never a silent conversion.
 
-To add a parameter, add a field here or there, and declare the name in the `parameters` cell of the
-notebook that uses it. To add a section, add a model, a field of `Experiment`, and, if a notebook
-owns it, a line in `OWN_SECTION`.
+To add a parameter, add a field to its section and declare the name in the `parameters` cell of the
+notebook that uses it. To add a section, add a model and a field of `Experiment`. If a notebook owns
+the section, also add a line to `OWN_SECTION`.
 """
 
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -28,7 +28,8 @@ QUESTION_TYPES = {  # of the embedded questions
     "tool": ("simple", "multiple", "parallel", "parallel_multiple", "irrelevance", "multi_turn"),
 }
 
-# Whose keys keep their plain name in a notebook; those of other sections carry it as a prefix.
+# notebook → its own section. The keys of that section keep their plain name in the notebook; the
+# keys of other sections carry the section's name as a prefix.
 OWN_SECTION = {
     "01_latent_model": "model",
     "02_teacher_traces": "teacher",
@@ -62,7 +63,8 @@ ON_REQUEST = (
     "17_ablations",
 )
 
-# Of these, those that know one domain's worlds, or none. They run in the search domain's folder.
+# Of these notebooks, those that know the worlds of one domain only, or of none. They run in the
+# search domain's folder.
 SEARCH_ONLY = ("09_benchmarks", "10_serving", "15_static_evaluation", "16_logprob_reward")
 
 # Notebooks that read what other variants have computed: they come after these.
@@ -107,7 +109,7 @@ class Teacher(Section):
     temperature: Annotated[float, Field(ge=0)] = 1.0
     # JSONL with question and answers, or a published set's name; "" = the embedded world.
     questions_file: LocationOrName = ""
-    # Of the tool domain's traces; "toolmind" keeps those that score 1.5 or more.
+    # Who judges the tool domain's traces; "toolmind" keeps those that score 1.5 or more.
     judge: Literal["official", "toolmind"] = "official"
 
 
@@ -152,7 +154,7 @@ class Inspector(Section):
     questions: Annotated[int, Field(ge=2)] = 96
     records: Count = 24  # trajectories whose lens, norms and attention are kept
     intervened: Annotated[int, Field(ge=2)] = 32  # turns whose z is replaced
-    mapped: Count = 24  # of these, whose single steps are replaced
+    mapped: Count = 24  # of these turns, those whose thoughts are replaced one at a time
     probed: Annotated[int, Field(ge=2)] = 96  # trajectories whose z are probed
     explained: Count = 3
     reported: Count = 50  # trajectories in the HTML report
@@ -161,7 +163,7 @@ class Inspector(Section):
 
 
 class Bench(Section):
-    """Timings of `alar.study.bench`; batch_sizes, hidden_size … length describe a training step."""
+    """Timings of `alar.study.bench`. The fields batch_sizes to length describe a training step."""
 
     parts: Annotated[
         list[Literal["training", "checkpointed", "logprobs", "rollouts"]], Field(min_length=1)
@@ -178,7 +180,7 @@ class Bench(Section):
     length: Count = 512
     questions: Count = 64
     concurrent: Count = 64  # rollouts at once
-    single_questions: Count = 2  # of them, for batch 1
+    single_questions: Count = 2  # of the questions, answered one at a time
     rounds: Count = 3
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: CountOrNone = 1  # 0 = as run.threads says
@@ -199,7 +201,7 @@ class Bench(Section):
 
 
 class Serving(Section):
-    """The server and the engines, side by side on one checkpoint."""
+    """Notebook 10: the server and the engines on one checkpoint."""
 
     checkpoint: Location = ""  # a latent model's folder; "" = this run's AR-GRPO
     questions: Count = 64  # answered by both engines
@@ -209,7 +211,8 @@ class Serving(Section):
 
 
 class Static(Section):
-    """Notebook 15. From `conversations` on: the base that it teaches without a checkpoint."""
+    """Notebook 15. The fields from `conversations` on describe the base that the notebook trains if
+    no checkpoint is given."""
 
     checkpoint: Location = ""
     sets: Annotated[list[LocationOrName], Field(min_length=1)] = ["arithmetic"]
@@ -232,7 +235,7 @@ class Ablations(Section):
 
 
 class Experiment(Section):
-    """Everything one parameter file says about one run (or about one of its variants)."""
+    """Everything that one parameter file, or one of its variants, says about one run."""
 
     run: Run = Run()
     model: Model = Model()
@@ -255,7 +258,7 @@ class Experiment(Section):
     logprob: Logprob = Logprob()
     tokenskip: Tokenskip = Tokenskip()
     ablations: Ablations = Ablations()
-    # Stages that the file or the variant is limited to.
+    # The stages that the file or the variant is limited to; () = no limit.
     only: tuple[str, ...] = Field(default=(), exclude=True)
     # (section, key, where it stands) of every value that a file or an override gives.
     stated: tuple[tuple[str, str, str], ...] = Field(default=(), exclude=True)
@@ -286,7 +289,8 @@ def section_models() -> dict[str, type[Section]]:
 
 
 def field_kind(section: str, key: str) -> str:
-    """ "location", "location or name", "locations or names" (a list), "str", or "" (all others)."""
+    """The kind of a parameter: "location", "location or name", "locations or names" (a list),
+    "str", or "" for all others."""
     model = section_models().get(section)
     field = model.model_fields.get(key) if model else None
     if field is None:

@@ -6,18 +6,18 @@ learns from.
         --endpoint http://127.0.0.1:8000/v1 --model NAME
     python -m alar.study.teacher merge traces -o runs/paper/tool/02_teacher_traces/traces.jsonl
 
-As published, every row is one trajectory of one turn: ToolMind's rows are prefixes of
-conversations, one per assistant turn, so that the earlier calls and all their responses stand in
-the prompt as they were recorded, and the trajectory ends with the calls of its one turn. With
-`whole` the teacher answers an episode from the last user message to its end instead, and its own
-calls get the recorded responses (`alar.domains.tool.replay`). A trajectory is kept when it scores
-at least 1.5, is well formed and reasons in text.
+By default every row is one trajectory of one turn, as published. ToolMind's rows are prefixes of
+conversations, one per assistant turn. The prompt holds the earlier calls and all their responses as
+they were recorded, and the trajectory ends with the calls of its one turn. With `whole` the teacher
+answers an episode from the last user message to its end, and its own calls get the recorded
+responses (`alar.domains.tool.replay`). A trajectory is kept if it scores at least 1.5, is well
+formed and reasons in text.
 
-A shard holds the requests whose split key, the hash of first user message and functions, falls to
-it: the rows of one conversation never part. Its folder is a store (`alar.store`) of chunks, each of
-`chunk` requests; sampling starts afresh with every chunk, so that an interrupted shard which is
-started again goes on to the same results. `shard.json`, written last, says what the finished shard
-consists of. `merge` refuses what does not belong together.
+The split key of a request is the hash of its first user message and functions. It decides the
+shard, so the rows of one conversation stay together. A shard's folder is a store (`alar.store`) of
+chunks, each of `chunk` requests. Sampling starts from a fresh state with every chunk, so an
+interrupted shard that is started again gives the same results. `shard.json`, written last, lists
+the chunks of the finished shard. `merge` refuses shards that do not belong together.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ from alar.rollout.engine import Engine, Sampling
 from alar.rollout.loop import run
 from alar.store import Store, content, digest, key
 
-ROWS_OF_A_SHARD = 2**24  # more than there are: the random draws of no two requests are the same
-BEHIND_PROMPT = 32  # positions kept free between the prompt and the limit of new tokens
+# More rows than any shard has, so no two requests share their random draws.
+ROWS_OF_A_SHARD = 2**24
+BEHIND_PROMPT = 32  # positions kept free besides the prompt and `max_new_tokens`
 TOO_LONG = "the prompt is longer than the model's context"
 SHARD_RECEIPT = "shard.json"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Number `index` of `count`, from 1."""
+    """Shard number `index` of `count`, counted from 1; written "index/count"."""
 
     index: int = 1
     count: int = 1
@@ -73,28 +74,31 @@ class Shard:
         return f"shard-{self.index:04d}-of-{self.count:04d}"
 
     def holds(self, row: ToolMindRow) -> bool:
-        """By other digits of the hash than those that decide the split."""
+        """Whether the row belongs to this shard. Uses other digits of the hash than the split."""
+        # The split reads the first 8 digits.
         return int(row.group[8:], 16) % self.count == self.index - 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked, and how; the same for all shards. `questions` limits the requests of all
-    shards together, 0 for all; a smaller number asks for some of the same. `mode` is that of
-    `alar.rollout.loop.run`; `context` the student's number of positions.
+    """What is asked, and how; the same for all shards.
+
+    `questions` limits the requests of all shards together; 0 means all. The requests of a smaller
+    number are among those of a larger one. `mode` is as in `alar.rollout.loop.run`. `context` is
+    the student's number of positions.
     """
 
-    split: str = "train"
-    whole: bool = False
+    split: str = "train"  # "train", "validation" or "test"
+    whole: bool = False  # False: one turn per request
     questions: int = 0
     mode: str = "off"
     temperature: float = 1.0
     top_p: float = 1.0
-    max_new_tokens: int = 2048
+    max_new_tokens: int = 2048  # of a turn
     max_turns: int = 8  # of a whole episode
     context: int = 32768
     seed: int = 0
-    chunk: int = 1024
+    chunk: int = 1024  # requests in one file
 
     def __post_init__(self):
         if self.split not in (*(name for name, _ in SPLITS), "train"):
@@ -106,16 +110,18 @@ class Plan:
 
 
 def shard_requests(source: str | Path, plan: Plan, shard: Shard = Shard()) -> Loaded:
-    """A shard's requests, ordered by their content's hash, whatever the order of the files."""
+    """A shard's requests, sorted by the hash of their content, so the order of the files does not
+    matter."""
     asked: set[str] = set()  # ids in all shards
 
     def wanted(row: ToolMindRow) -> bool:
-        if split_of_row(row) != plan.split:
+        if split_of_row(row) != plan.split:  # before `asked`: other splits are not counted
             return False
         asked.add(row.id)
         return shard.holds(row)
 
     loaded = load_rows(read_records(toolmind_files(source)), whole=plan.whole, wanted=wanted)
+    # Ids are hashes, so the first ones in order are a random choice.
     chosen = set(sorted(asked)[: plan.questions or None])
     rows = [row for row in loaded.rows if row.id in chosen]
     return Loaded(sorted(rows, key=lambda row: row.id), loaded.skipped)
@@ -132,31 +138,33 @@ def sample_shard(
     batch_size: int = 256,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> Path:
-    """Roll out and score the requests of one shard into a folder of its own below `folder`; returns
-    that folder.
+    """Roll out and score the requests of one shard into a folder below `folder`; returns that
+    folder.
 
-    `teacher` says what the engine's model is, as JSON. What the same teacher has answered already,
-    with the same plan and data, is not asked for again.
+    `teacher` describes the engine's model, as JSON. Chunks that the same teacher has answered
+    already, with the same plan and data, are not asked again.
     """
     loaded = shard_requests(source, plan, shard)
     rows = loaded.rows
-    recoded = isinstance(engine, EndpointEngine)
+    recoded = isinstance(engine, EndpointEngine)  # a server gives text, not ids
     files = toolmind_files(source)
     settings = asdict(plan) | {
         "teacher": teacher,
+        # The hash covers the names and contents of the files.
         "data": digest([[file.name, content(file)] for file in files]),
         "shard": str(shard),
         "tokens": "encoded again" if recoded else "sampled",
     }
-    store, chunks = Store(Path(folder) / shard.folder), []
+    store, chunks = Store(Path(folder) / shard.folder), []  # chunks: file names in order
     for start in progress(range(0, len(rows), plan.chunk)):
         asked = rows[start : start + plan.chunk]
         ids = [row.id for row in asked]
+        # Other settings or other ids give another file.
         chunk = key(f"chunk-{start:08d}.jsonl", {**settings, "ids": ids})
         if store.get(chunk) is None:
             if hasattr(engine, "reset"):
-                engine.reset()  # what earlier chunks left in the cache would change the rounding
-            first = shard.index * ROWS_OF_A_SHARD + start
+                engine.reset()  # prefixes cached by earlier chunks would change the rounding
+            first = shard.index * ROWS_OF_A_SHARD + start  # seeds do not depend on the other shards
             with store.writing(chunk) as aside:
                 write_jsonl(aside, _answered(engine, asked, plan, first, batch_size))
         chunks.append(chunk)
@@ -168,10 +176,12 @@ def sample_shard(
 def _answered(
     engine: Engine, rows: Sequence[ToolMindRow], plan: Plan, first: int, batch_size: int
 ) -> list[dict]:
-    """One line per request: `score`, the `reason` why it is dropped, and the trajectory if it is
-    kept. `first` is the number of the first request, which its random draws follow."""
+    """One line per request: `score`, the `reason` why it is dropped ("" if kept), and the
+    trajectory if it is kept. `first` is the number of the first request; it seeds the random
+    draws."""
     questions = [row.request.question(row.id, world="toolmind") for row in rows]
-    room = plan.context - plan.max_new_tokens - BEHIND_PROMPT
+    room = plan.context - plan.max_new_tokens - BEHIND_PROMPT  # positions for the prompt
+    # One bool per row.
     short = [len(engine.codec.encode(TOOL.prompt(question))) <= room for question in questions]
     if plan.whole:
         environment, max_turns = ReplayEnvironment(rows), plan.max_turns
@@ -190,7 +200,7 @@ def _answered(
             first_row=first,
         )
     )
-    lines, number = [], first
+    lines, number = [], first  # number: that of the next row that was asked
     for row, fits in zip(rows, short):
         line = {
             "id": row.id,
@@ -200,7 +210,8 @@ def _answered(
             "trajectory": None,
         }
         if fits:
-            trajectory = next(trajectories)
+            trajectory = next(trajectories)  # in the order of the questions that fit
+            # session → problem; only endpoint engines have it.
             problem = getattr(engine, "problems", {}).get(number, "")
             score, number = toolmind_score(trajectory), number + 1
             reason = problem or why_dropped(trajectory, score)
@@ -208,6 +219,7 @@ def _answered(
                 "score": score,
                 "reason": reason,
                 "generated_tokens": trajectory.generated_tokens,
+                # A dropped trajectory is not stored.
                 "trajectory": None if reason else trajectory.to_json(),
             }
         lines.append(line)
@@ -215,7 +227,8 @@ def _answered(
 
 
 def why_dropped(trajectory: Trajectory, score: float) -> str:
-    """ "" for a trajectory to learn from."""
+    """Why a trajectory is not used for training; "" if it is used."""
+    # The problem of the first malformed turn, or "".
     malformed = next((turn.problem for turn in trajectory.turns if not turn.well_formed), "")
     if malformed or trajectory.finish != "answer":
         return malformed or f"no end: {trajectory.finish}"

@@ -4,9 +4,9 @@
         --student Qwen/Qwen3-4B-Thinking-2507 --engine vllm --shard 1/8
     python -m alar.study.teacher merge traces -o traces.jsonl
 
-With --endpoint the teacher is the model NAME of any OpenAI-compatible server; the student then only
-lends its tokenizer and its number of positions. The server's key is read from the environment
-variable that --key-variable names, and is not stored.
+With --endpoint the teacher is the model NAME of any OpenAI-compatible server. The student then only
+gives its tokenizer and its number of positions. The server's key is read from the environment
+variable that --key-variable names, and it is not stored.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{count:8} dropped: {reason}")
         else:
             print(f"{_sample(options)}: sampled; merge all shards when they are")
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # a message is enough; no traceback
         print(error, file=sys.stderr)
         return 1
     return 0
@@ -54,10 +54,11 @@ def _sample(options: argparse.Namespace):
     from tqdm import tqdm
     from transformers import AutoConfig
 
-    if not options.context:
+    if not options.context:  # 0: the student's own number of positions
         options.context = AutoConfig.from_pretrained(options.student).max_position_embeddings
+    # Every field of the plan has an option of its name.
     plan = Plan(**{field.name: getattr(options, field.name) for field in fields(Plan)})
-    with opened_teacher(options) as (engine, teacher):
+    with opened_teacher(options) as (engine, teacher):  # teacher: goes into each chunk's key
         return sample_shard(
             engine,
             options.source,
@@ -66,31 +67,33 @@ def _sample(options: argparse.Namespace):
             teacher=teacher,
             shard=Shard.of(options.shard),
             batch_size=options.batch_size,
-            progress=lambda chunks: tqdm(chunks, unit="chunk"),
+            progress=lambda chunks: tqdm(chunks, unit="chunk"),  # on stderr
         )
 
 
 @contextmanager
 def opened_teacher(options: argparse.Namespace) -> Iterator[tuple[Engine, dict]]:
-    """The engine that the options name, and what its model is."""
+    """The engine that the options name, and a description of its model as JSON."""
     if not options.endpoint:
         with opened_engine(options.student, options.engine) as engine:
             yield engine, {"checkpoint": checkpoint_content(options.student)}
         return
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer  # only an endpoint needs it
 
     if not options.model:
+        # `main` shows the text and ends with exit code 1.
         raise ValueError(
             "--endpoint needs --model, the name under which the server knows its model"
         )
     endpoint = Endpoint(
         options.endpoint,
         options.model,
-        key=os.environ.get(options.key_variable, ""),
+        key=os.environ.get(options.key_variable, ""),  # a server of one's own needs no key
         extra=options.extra,
         timeout=options.timeout,
         retries=options.retries,
     )
+    # The server answers in text; traces need the student's ids.
     codec = Codec(AutoTokenizer.from_pretrained(options.student), form=TOOL)
     with EndpointEngine(endpoint, codec, tool_chat, concurrent=options.concurrent) as engine:
         yield (
@@ -98,7 +101,7 @@ def opened_teacher(options: argparse.Namespace) -> Iterator[tuple[Engine, dict]]
             {
                 "model": options.model,
                 "extra": options.extra,
-                "student": checkpoint_content(options.student),
+                "student": checkpoint_content(options.student),  # its tokenizer decides the ids
             },
         )
 
@@ -148,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     server.add_argument("--key-variable", default="OPENAI_API_KEY", metavar="NAME")
     server.add_argument(
         "--extra",
-        type=json.loads,
+        type=json.loads,  # a dict of JSON values
         default={},
         metavar="JSON",
         help="fields of every request; null removes one",
@@ -179,10 +182,10 @@ def _parser() -> argparse.ArgumentParser:
         "seed",
         "chunk",
     ):
-        default = getattr(Plan, name)
+        default = getattr(Plan, name)  # a dataclass keeps its defaults on the class
         plan.add_argument(
             f"--{name.replace('_', '-')}",
-            type=type(default),
+            type=type(default),  # int or float
             default=default,
             help=f"(default: {default})",
         )

@@ -1,4 +1,4 @@
-"""Makes one file of traces from the shards of teacher rollouts, after checking that they belong
+"""Merges the shards of teacher rollouts into one file of traces, after checking that they belong
 together."""
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from alar.study.teacher import SHARD_RECEIPT, Shard
 
 
 def merge_shards(folders: Sequence[str | Path], output: str | Path) -> dict:
-    """The kept trajectories of all shards as one file, and a summary beside it, `teacher.json`,
-    which is returned.
+    """Write the kept trajectories of all shards as one file, and beside it a summary,
+    `teacher.json`, which is returned.
 
-    `folders` are those given to `sample`, or shards themselves, which other machines may have
-    written. Raises ValueError for shards that are missing, unfinished, there twice, or sampled with
-    different settings, and if nothing is kept.
+    `folders` are those given to `sample`, or folders of single shards, perhaps from other machines.
+    Raises ValueError if a shard is missing, unfinished, there twice, or sampled with different
+    settings, and if nothing is kept.
     """
     shards = _shards(folders)
-    first = next(iter(shards.values()))
+    first = next(iter(shards.values()))  # the settings of all shards are equal
     tally = _Tally()
+    # One line at a time: traces may not fit in memory.
     write_trajectories(output, tally.kept(shards))
     settings = {name: value for name, value in first["settings"].items() if name != "shard"}
     summary = {
         "questions": len(tally.seen),
         "kept": len(tally.lengths),
-        "accuracy": tally.right / len(tally.seen),
-        "generated_tokens": mean(tally.tokens),
-        "median_think_length": float(median(tally.lengths)),
+        "accuracy": tally.right / len(tally.seen),  # of all requests, also those that are too long
+        "generated_tokens": mean(tally.tokens),  # per request
+        "median_think_length": float(median(tally.lengths)),  # characters
         "dropped": dict(tally.dropped.most_common()),
         "skipped": first["skipped"],
         "settings": settings,
@@ -43,13 +44,13 @@ def merge_shards(folders: Sequence[str | Path], output: str | Path) -> dict:
 
 
 class _Tally:
-    """What is counted while the chunks are read, one line at a time."""
+    """Counts while the chunks are read, one line at a time."""
 
     def __init__(self):
-        self.seen: dict[str, Path] = {}
-        self.dropped: Counter = Counter()  # reason, less its details → requests
-        self.tokens: list[int] = []
-        self.lengths: list[int] = []  # think lengths of what is kept
+        self.seen: dict[str, Path] = {}  # request id → the chunk that holds it
+        self.dropped: Counter = Counter()  # reason without its details → requests
+        self.tokens: list[int] = []  # generated tokens of every request
+        self.lengths: list[int] = []  # think lengths of kept trajectories, in characters
         self.right = 0
 
     def kept(self, shards: dict[Path, dict]) -> Iterator[Trajectory]:
@@ -83,6 +84,7 @@ class _Tally:
         self.right += line["score"] is not None and line["score"] >= SUCCESS
         self.tokens.append(line["generated_tokens"])
         if line["reason"]:
+            # The part in brackets differs per request.
             self.dropped[line["reason"].partition(" (")[0]] += 1
             return None
         trajectory = Trajectory.from_json(line["trajectory"])
@@ -91,7 +93,7 @@ class _Tally:
 
 
 def _shards(folders: Sequence[str | Path]) -> dict[Path, dict]:
-    """Folder → receipt of all shards, in order, after comparing what they say of themselves."""
+    """Folder → receipt of all shards, in order. Raises ValueError if they do not fit together."""
     found: dict[Shard, tuple[Path, dict]] = {}
     first: dict = {}
     for place in _places(folders):
@@ -103,6 +105,7 @@ def _shards(folders: Sequence[str | Path]) -> dict[Path, dict]:
             )
         receipt = json.loads(path.read_text(encoding="utf-8"))
         shard = Shard.of(receipt["settings"]["shard"])
+        # Shards may differ in their index, so it is left out.
         settings = receipt["settings"] | {"shard": "", "shards": shard.count}
         first = first or settings
         different = [name for name in settings if settings[name] != first.get(name)]
@@ -119,16 +122,17 @@ def _shards(folders: Sequence[str | Path]) -> dict[Path, dict]:
     if not found:
         raise ValueError(f"{', '.join(map(str, folders))}: no shards here; `sample` writes them")
     every = [Shard(index, first["shards"]) for index in range(1, first["shards"] + 1)]
-    missing = [str(shard) for shard in every if shard not in found]
+    missing = [str(shard) for shard in every if shard not in found]  # such as "3/8"
     if missing:
         raise ValueError(f"shards are missing: {', '.join(missing)}; sample them with --shard")
     return dict(found[shard] for shard in every)
 
 
 def _places(folders: Sequence[str | Path]) -> list[Path]:
-    """The folders of shards: those given, or all below those given."""
+    """The folders of shards: the given ones if they are shards, else all shards directly below."""
     places = []
     for folder in map(Path, folders):
         is_shard = folder.name.startswith("shard-") or (folder / SHARD_RECEIPT).exists()
+        # An unfinished shard too, so that it is named.
         places += [folder] if is_shard else sorted(folder.glob("shard-*"))
     return places
