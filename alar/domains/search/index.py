@@ -116,7 +116,7 @@ def open_index(path: str | Path, *, encoder: Encoder, mmap: bool = False) -> fai
     try:
         index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC if mmap else 0)
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[-1]  # the lines before are places in FAISS
+        reason = str(error).strip().splitlines()[-1]  # one line will do in a message
         raise RetrievalError(
             f"{path}: not a readable FAISS index ({reason}); build or download it again"
         ) from error
@@ -129,7 +129,7 @@ def open_index(path: str | Path, *, encoder: Encoder, mmap: bool = False) -> fai
                 f"{path}: built with the encoder {made_by!r}, but queries would be encoded with"
                 f" {encoder.name!r}; use the same"
             )
-    # FAISS's default of 16 candidates would find fewer than `TIE` handling asks for.
+    # FAISS's default of 16 candidates misses more of the nearest vectors.
     if isinstance(index, faiss.IndexHNSW):
         index.hnsw.efSearch = HNSW_WIDTH
     return index

@@ -33,7 +33,7 @@ FIRST_PRETRAINING_WORLD = 2_000_000
 SHARE_COLUMNS = 2  # columns of a sum of two language shares, which are at most 100 each
 YEAR_COLUMNS = 3  # columns of a difference of two years: the thousands cancel
 
-# attribute → ways to ask for it. Several per attribute, so that a model cannot learn one wording.
+# attribute → ways to ask for it; {0} is a territory.
 _ATTRIBUTES = {
     "currency": (
         "Which currency is used in {0}",
