@@ -143,7 +143,7 @@ def real_world() -> World:
         # Entries are (currency, first day, last day, whether it is legal tender).
         dated = [e for e in history if e[3] and e[1] and e[0] in english.currencies]
         current = [entry for entry in dated if entry[2] is None]
-        # Codes of other lengths are regions such as 150 (Europe).
+        # CLDR's codes of other lengths are regions such as 150 (Europe).
         if name is None or len(code) != 2 or not current:
             continue
         # Days are (year, month, day), which compare in order of time.
@@ -170,7 +170,7 @@ def _spoken(code: str) -> tuple[tuple[str, int], ...]:
     shares: dict[str, int] = {}
     for language, entry in get_global("territory_languages").get(code, {}).items():
         name = names.get(language.split("_")[0])  # "zh_Hant" → Chinese
-        share = round(entry["population_percent"])  # CLDR has a few above 100
+        share = round(entry["population_percent"])  # some releases of CLDR have a few above 100
         if name and 1 <= share <= 100 and "(" not in name:
             shares[name] = max(share, shares.get(name, 0))
     ranked = sorted(shares.items(), key=lambda item: (-item[1], item[0]))
