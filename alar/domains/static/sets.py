@@ -106,14 +106,14 @@ def read_metamathqa(row: dict) -> Processed:
     return Processed(row["query"], (gold,), chain, _text(row, "type"))
 
 
-# Where the columns of a row fit several formats, `_format` takes the one with the most.
+# name → format
 FORMATS = {
     "gsm8k": Format(("question", "answer"), read_gsm8k, "numeric"),
     "math": Format(("problem", "solution"), read_math, "math"),
     "mmlu": Format(("question", "choices", "answer"), read_mmlu, "letter"),
     "metamathqa": Format(("query", "response"), read_metamathqa, "math"),
 }
-# Sets by the name that `eval.sets` and `load_questions` take.
+# Name of a set, as `static.sets` and `load_questions` take it → where it is.
 PUBLISHED = {
     "gsm8k": Published("openai/gsm8k", "main", "gsm8k", size=1319),
     "math": Published("nlile/hendrycks-MATH-benchmark", None, "math", size=500),
