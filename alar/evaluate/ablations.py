@@ -132,7 +132,7 @@ def by_type(variants: Sequence[Variant], systems: Sequence[str] = COMPARED) -> p
     """
     rows = []
     for setting, found in _settings(variants).items():
-        # Every seed answered the same questions, so the pooled mean is the mean over seeds.
+        # Seeds answer the same questions, so the mean of the pool is the mean over seeds.
         pooled = pd.concat([variant.questions for variant in found.values()])
         pooled = pooled[pooled["system"].isin(systems)]
         means = pooled.groupby(["system", "question_type"])["correct"].mean()

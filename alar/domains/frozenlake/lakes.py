@@ -53,7 +53,7 @@ def lakes(
     """
     questions, number, forbidden = [], 0, set(without)
     while len(questions) < count:
-        lake_seed = seed * 1_000_003 + number  # no two seeds share a lake below a million lakes
+        lake_seed = seed * 1_000_003 + number  # seeds have no draws in common
         number += 1
         rows = generate_random_map(size, ice, lake_seed)
         question = lake_question(rows, seed=lake_seed, slippery=slippery)

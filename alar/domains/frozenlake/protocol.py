@@ -29,8 +29,8 @@ _SEPARATOR = re.compile(r"[\s,;]+|\|\|")  # RAGEN writes || between moves
 def parse_moves(text: str, limit: int) -> tuple[list[int], str]:
     """(moves, problem) of a text.
 
-    The moves are gymnasium's numbers, or [] with a problem if any word is not a move or there are
-    too many. Never raises.
+    The moves are gymnasium's numbers. They are [], with a problem, if any word is not a move or if
+    there are not 1 to `limit` words. Never raises.
     """
     words = [word.lower() for word in _SEPARATOR.split(text) if word]
     for word in words:

@@ -43,7 +43,8 @@ class HTTPRetriever:
     """Search over HTTP.
 
     `timeout` is in seconds per attempt. A request is attempted at most 1 + `retries` times. The
-    first pause between attempts takes `backoff` seconds, and each later one twice as long.
+    first pause between attempts takes `backoff` seconds, each later one twice as long as the one
+    before, up to 30 s.
     """
 
     def __init__(self, url: str, timeout: float = 60.0, retries: int = 4, backoff: float = 0.5):

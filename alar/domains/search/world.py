@@ -195,12 +195,13 @@ def counterfactual_world(number: int) -> World:
     currencies, languages, cities = _pools()
     territories = {}
     for name in real_world().territories:
-        # Mostly recent years, with some of other centuries: comparisons need different digits.
+        # Mostly recent years, as in the real world, whose years are 1694 to 2025.
         since = rng.randint(1900, 2025) if rng.random() < 0.75 else rng.randint(1690, 1899)
         current, replaced = rng.sample(currencies, 2)  # two different ones
         previous = None
         if rng.random() < 0.5:
             previous = replaced, rng.randint(max(1650, since - 120), since - 1)
+        # Shares in percent: many territories have one dominant language.
         first = rng.randint(85, 100) if rng.random() < 0.4 else rng.randint(20, 99)
         pair = rng.sample(languages, 2)
         # Always below `first`: "the most spoken" must have one answer.

@@ -1,4 +1,4 @@
-"""Scorers: is a predicted answer one of the accepted ones? Also finds the answer in a solution.
+"""Scorers: is a predicted answer one of the accepted ones? Also: the answer stated in a solution.
 
     numeric   GSM8K: equal as rationals; `$`, `%`, thousands separators and units do not count
     math      MATH: equal after the usual clean-up of LaTeX, or as mathematics (`math-verify`)
