@@ -1,8 +1,8 @@
 """The two domains behind one interface, so that a notebook runs either: `of("search" | "tool")`.
 
-A domain has questions in three splits, reads those of published sets and files, and makes the
-environment that answers the policy's actions and judges its trajectories. No domain knows of models
-or engines.
+A domain has embedded questions in three splits, and it reads questions from published sets and
+files. It makes the environment that answers the policy's actions and judges its trajectories. No
+domain knows of models or engines.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from alar.domains.tool.requests import bfcl_request
 from alar.domains.tool.toolmind_files import load_questions as load_toolmind
 from alar.records import Environment, Question, Solved
 
-# The names, in `eval.sets`, of a domain's own splits: its test, and what choices are made on.
+# Names in `eval.sets` for a domain's own splits. "real" is its test split; choices, such as when to
+# stop, are made on "validation".
 EMBEDDED = ("real", "validation")
 
 
 class Domain(Protocol):
-    """`types`: of the embedded questions."""
+    """`types` are the types of the embedded questions."""
 
     name: str
-    form: protocol.Form
+    form: protocol.Form  # how prompts, turns and observations look
     types: tuple[str, ...]
 
     def environment(self, asked: Sequence[Question] = (), **settings) -> Environment:
-        """What answers the actions of trajectories over these questions.
+        """Return what answers the actions of trajectories over the questions `asked`.
 
-        `settings` are those of the section `retrieval` (search) and `judge` (tool); each domain
-        ignores those of the other.
+        `settings` are the parameters of the section `retrieval` (search) and `judge` (tool). Each
+        domain ignores those of the other.
         """
 
     def training_questions(
@@ -50,7 +51,7 @@ class Domain(Protocol):
     ) -> list[Question]:
         """Questions whose `types` come in turn; a type named twice comes twice as often.
 
-        Without `types`, all of them. Raises ValueError for an unknown one.
+        Without `types`, all types come. Raises ValueError for an unknown type.
         """
 
     def validation_questions(self, count: int) -> list[Question]: ...
@@ -60,23 +61,24 @@ class Domain(Protocol):
     def load_questions(
         self, source: str | Path, *, limit: int = 0, test: bool = False
     ) -> list[Question]:
-        """The questions of a published set or a file.
+        """The questions of a published set or a file, at most `limit` of them (0: all).
 
         `test` takes the held-out part of a source that has no splits of its own.
         """
 
     def solved_questions(self, count: int, seed: int) -> list[Solved]:
-        """Embedded questions with the expert's steps, the types in turn."""
+        """`count` embedded questions with the expert's steps, the types in turn."""
 
 
 class SearchDomain:
     name, form, types = "search", protocol.SEARCH, search_questions.TYPES
+    # The embedded splits are plain functions, so they fit the interface as they are.
     training_questions = staticmethod(search_questions.training_questions)
     validation_questions = staticmethod(search_questions.validation_questions)
     test_questions = staticmethod(search_questions.test_questions)
 
     def load_questions(self, source, *, limit=0, test=False):
-        """A published set is one split, by its name; a file is taken whole."""
+        """A published set's name means one fixed split of it; a file is taken whole."""
         return load_questions(source, limit=limit)
 
     def solved_questions(self, count, seed):
@@ -89,12 +91,13 @@ class SearchDomain:
         backend: str = "tfidf",
         topk: int = 2,
         corpus: str = "",
-        judge: str = "official",
+        judge: str = "official",  # of the tool domain: not used here
         **retrieval,
     ) -> Environment:
-        """Without a corpus or a server every question is asked about its own embedded world."""
+        """Without a corpus or a server, every question searches its own embedded world."""
         if backend == "tfidf" and not corpus:
             return SearchEnvironment(topk=topk)
+        # Written with sorted keys: equal settings then always name the same source.
         given = {"backend": backend, "corpus": corpus, **retrieval}
         return SearchEnvironment(
             open_retriever(**given), topk=topk, source=json.dumps(given, sort_keys=True)
@@ -107,10 +110,11 @@ class ToolDomain:
     test_questions = staticmethod(tool_questions.test_questions)
 
     def environment(self, asked=(), *, judge: str = "official", **_) -> Environment:
-        """Calls are executed where all of `asked` are about the embedded functions.
+        """Calls are executed if all of `asked` are about the embedded functions.
 
-        Nobody here can run the functions of BFCL and ToolMind.
+        The functions of BFCL and ToolMind cannot be run here.
         """
+        # {True}, {False}, both, or empty without questions, which counts as embedded.
         embedded = {question.world in tool_questions.SPLITS for question in asked}
         if len(embedded) > 1:
             raise ValueError(
@@ -131,6 +135,7 @@ class ToolDomain:
         if str(source) in bfcl.ASKED_CATEGORIES:
             items = bfcl.load_category(str(source))
             found = [bfcl_request(item).question(item.id, world="bfcl") for item in items]
+        # A bare word is a misspelt category: a file has a suffix, a hub id has a slash.
         elif re.fullmatch(r"\w+", str(source)) and not Path(source).exists():
             raise ValueError(
                 f"{source}: no set of the tool domain and no file; the sets are"
@@ -147,6 +152,7 @@ def embedded_questions(domain: Domain, split: str, count: int) -> list[Question]
     return splits[split](count)
 
 
+# name → domain
 _DOMAINS: dict[str, Domain] = {domain.name: domain for domain in (SearchDomain(), ToolDomain())}
 
 

@@ -1,4 +1,4 @@
-"""What a trained model can do, with intervals. In this order:
+"""What a trained model can do, with intervals. Read the modules in this order:
 
 systems      a system answers questions; tables of questions and turns
 controls     the same with z replaced

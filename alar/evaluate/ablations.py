@@ -6,11 +6,11 @@
     figure, numbers = figures.ablations_figure(table)
     each_run([reference, alpha])                             # each against its own base
 
-A row is a setting: the parameters in which it differs from the first variant name it, whatever its
-folder is called. Variants that differ in the seed alone are one row. Correctness and tokens are
-averaged over the seeds question by question before questions are resampled; so intervals say how
-far the questions could move a number, and the range over seeds stands beside them. Differences are
-paired by question and taken over the seeds that the row has.
+A row is a setting. It is named after the parameters in which it differs from the first variant,
+whatever its folder is called. Variants that differ only in the seed are one row. Correctness and
+tokens are averaged over the seeds, question by question, before questions are resampled. So
+intervals say how far the questions could move a number; the range over seeds stands beside them.
+Differences are paired by question and use the seeds that the row has.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ FILES = (
     ("06_benchmark_eval", "turns.parquet"),
 )
 COMPARED = ("stage1", "alar")  # systems of notebook 06 that make rows
-REFERENCE = "as the reference"
-# Sections that decide what is asked and shown, but not what is trained.
+REFERENCE = "as the reference"  # the label of the reference's own row
+# These sections decide what is asked and shown, not what is trained: they make no setting.
 _ASIDE = {"run", "eval", "figures", "inspector", "ablations"}
 
 
@@ -45,19 +45,19 @@ class MeasuredVariant:
     name: str
     seed: int
     parameters: Mapping[str, Any]  # "section.key" → value
-    questions: pd.DataFrame
-    turns: pd.DataFrame
+    questions: pd.DataFrame  # `tables.QUESTIONS` of all systems
+    turns: pd.DataFrame  # `tables.TURNS` of all systems
 
 
 def files_of(run_dir: str | Path) -> list[Path]:
-    """What `read_variant` reads of a run folder."""
+    """The files of a run folder that `read_variant` reads."""
     return [Path(run_dir, stage, file) for stage, file in FILES]
 
 
 def read_variant(
     provenance: str | Path, questions: str | Path, turns: str | Path
 ) -> MeasuredVariant:
-    """From the files that a run leaves in runs/<experiment>/<name of the variant>/<domain>."""
+    """The variant whose files a run left in runs/<study>/<name of the variant>/<domain>."""
     path = Path(provenance).resolve()
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -66,12 +66,12 @@ def read_variant(
         raise tables.TableError(
             f"{path}: no whole account of a run ({error}); run that variant again"
         ) from error
-    parameters = {}
+    parameters = {}  # "section.key" → value
     for section, values in sections.items():
         if section not in _ASIDE:
             parameters |= {f"{section}.{key}": value for key, value in values.items()}
     return MeasuredVariant(
-        path.parents[1].name,
+        path.parents[1].name,  # the folder of the variant, above that of the domain
         seed,
         parameters,
         tables.read(questions, tables.QUESTIONS),
@@ -80,10 +80,10 @@ def read_variant(
 
 
 def changed_parameters(variant: MeasuredVariant, reference: MeasuredVariant) -> dict[str, Any]:
-    """The parameters in which a variant differs from the reference, with its values."""
+    """The parameters in which a variant differs from the reference → its own values."""
     changed = {}
     for name in sorted(variant.parameters.keys() | reference.parameters.keys()):
-        value = variant.parameters.get(name)
+        value = variant.parameters.get(name)  # None if only the reference has it
         if value != reference.parameters.get(name):
             changed[name] = value
     return changed
@@ -98,8 +98,8 @@ def ablation_table(
 ) -> pd.DataFrame:
     """`tables.ABLATIONS`: one row per setting and system, the first variant's own rows first.
 
-    Raises TableError where two variants are the same setting with the same seed, where the
-    reference lacks a seed of a row, and where they answered different questions.
+    Raises TableError if two variants are the same setting with the same seed, if the reference
+    lacks a seed of a row, or if they answered different questions.
     """
     if not variants:
         raise tables.TableError(
@@ -107,7 +107,7 @@ def ablation_table(
             " params/ablations.yaml"
         )
     settings = _settings(variants)
-    reference = next(iter(settings.values()))
+    reference = next(iter(settings.values()))  # seed → variant
     options = {"resamples": resamples, "seed": seed}
     rows = []
     for system in systems:
@@ -115,6 +115,7 @@ def ablation_table(
             ours = {s: variant for s, variant in found.items() if _has(variant, system)}
             if not ours:
                 continue
+            # Seeds are compared with themselves only, so the reference needs every one of them.
             for own, variant in ours.items():
                 if own not in reference or not _has(reference[own], system):
                     raise tables.TableError(
@@ -133,6 +134,7 @@ def by_type(variants: Sequence[MeasuredVariant], systems: Sequence[str] = COMPAR
     """
     rows = []
     for setting, found in _settings(variants).items():
+        # Seeds answer the same questions, so the mean of the pool is the mean over seeds.
         pooled = pd.concat([variant.questions for variant in found.values()])
         pooled = pooled[pooled["system"].isin(systems)]
         means = pooled.groupby(["system", "question_type"])["correct"].mean()
@@ -151,7 +153,7 @@ def each_run(
 ) -> pd.DataFrame:
     """Every variant against its *own* base, as people read it, so that seeds can be compared.
 
-    One row per system and variant.
+    The table has one row per system and variant.
     """
     options, rows = {"resamples": resamples, "seed": seed}, []
     for variant in variants:
@@ -170,7 +172,7 @@ def each_run(
 def readable_ablations(table: pd.DataFrame) -> pd.DataFrame:
     """`tables.ABLATIONS` as people read it: percent, points and tokens, each with its interval."""
     table = tables.read(table, tables.ABLATIONS)
-    spread = []
+    spread = []  # lowest and highest difference of a single seed, in points
     for row in table.itertuples():
         low, high = 100 * row.difference_lowest, 100 * row.difference_highest
         spread.append(f"{low:+.1f} … {high:+.1f}" if row.seeds > 1 else "")
@@ -196,7 +198,7 @@ def _has(variant: MeasuredVariant, system: str) -> bool:
 
 
 def _by_system(table: pd.DataFrame, systems: Sequence[str]) -> pd.DataFrame:
-    """Rows in blocks by system, in the order of `systems`; within a block they stay as they are."""
+    """Rows in blocks by system, in the order of `systems`; a block keeps the order of its rows."""
     return table.sort_index(
         level="system",
         sort_remaining=False,
@@ -206,7 +208,7 @@ def _by_system(table: pd.DataFrame, systems: Sequence[str]) -> pd.DataFrame:
 
 
 def _settings(variants: Sequence[MeasuredVariant]) -> dict[str, dict[int, MeasuredVariant]]:
-    """Setting as people read it → seed → variant, in the order given; the reference comes first."""
+    """Setting as people read it → seed → variant, in the order given, the reference first."""
     settings: dict[str, dict[int, MeasuredVariant]] = {}
     for variant in variants:
         changed = changed_parameters(variant, variants[0])
@@ -239,10 +241,11 @@ def _row(
             " different questions; use the same eval.questions and eval.sets for all variants"
         )
     correct = _mean(answers, "correct")  # (questions,)
-    tokens = _mean(answers, "generated_tokens")
+    tokens = _mean(answers, "generated_tokens")  # (questions,)
     accuracy = statistics.bootstrap_mean(correct, **options)
     difference = statistics.paired_bootstrap(correct, _mean(theirs, "correct"), **options)
     reduction = statistics.token_reduction(_mean(bases, "generated_tokens"), tokens, **options)
+    # One difference per seed, as fractions.
     each = [a["correct"].mean() - b["correct"].mean() for a, b in zip(answers, theirs)]
 
     own = [ours[seed].turns for seed in sorted(ours)]
@@ -250,7 +253,7 @@ def _row(
     # Point values only, so a single resample will do.
     modes = pd.concat([statistics.adaptivity(turns, resamples=1) for turns in own])
     turns = pd.concat(own)
-    moded = turns[turns["mode"] != "none"]
+    moded = turns[turns["mode"] != "none"]  # turns with a reasoning block
     return {
         "seeds": len(ours),
         "n": len(asked),
@@ -270,9 +273,9 @@ def _answers(variant: MeasuredVariant, system: str) -> pd.DataFrame:
     rows = variant.questions[variant.questions["system"] == system]
     if rows.empty:
         raise tables.TableError(f"{variant.name}: '{system}' was not evaluated; see eval.systems")
-    return rows.set_index("question_id").sort_index()
+    return rows.set_index("question_id").sort_index()  # one order for all, so rows are pairs
 
 
 def _mean(answers: Sequence[pd.DataFrame], column: str) -> np.ndarray:
-    """Over the seeds, question by question."""
+    """The mean over the seeds, question by question: (questions,)."""
     return np.mean([found[column].to_numpy(float) for found in answers], axis=0)

@@ -11,9 +11,9 @@ from alar.evaluate.intervals import estimate, resampled_sums, wilson
 def accuracy_table(
     results: pd.DataFrame, *, resamples: int = 10_000, seed: int = 0
 ) -> pd.DataFrame:
-    """Accuracy per category with Wilson intervals, and their unweighted mean, the row "macro".
+    """Accuracy per category with Wilson intervals, and their unweighted mean as the row "macro".
 
-    `results` has the columns `category` and `correct`. The mean's interval resamples questions
+    `results` has the columns `category` and `correct`. The interval of the mean resamples questions
     within each category. There is no "overall" row: BFCL's overall score needs its multi-turn and
     agentic parts, which are not run here.
     """
@@ -23,6 +23,7 @@ def accuracy_table(
         accuracy = wilson(correct.sum(), len(part)).columns("accuracy")
         rows.append({"category": category, "questions": len(part)} | accuracy)
         means.append(correct.mean())
+        # Another seed for each category, so that their draws are independent.
         sums = resampled_sums(correct[:, None], resamples, seed + number)  # (resamples, 1)
         draws.append(sums[:, 0] / len(part))
     if not rows:

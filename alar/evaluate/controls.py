@@ -15,15 +15,15 @@ from alar.evaluate.systems import evaluate, question_table
 from alar.records import Environment, Question, Trajectory
 from alar.rollout.hf import HFEngine
 
-CONTROLS = ("zeroed", "mean", "noise", "shuffled")
+CONTROLS = ("zeroed", "mean", "noise", "shuffled")  # from nothing to another turn's z
 
 
 class TamperedProjector(torch.nn.Module):
     """Replaces every z by something else of the same shape.
 
-    zeroed: 0 · mean: the bank's mean for this step · noise: a random direction with z's own norm ·
-    shuffled: the z of a random turn of the bank at this step. `bank` (blocks, K, H) holds intact z
-    of other turns.
+    `kind` says by what. zeroed: 0. mean: the bank's mean for this step. noise: a random direction
+    with z's own norm. shuffled: the z that a random block of the bank has at this step. `bank`
+    (blocks, K, H) holds intact z.
     """
 
     def __init__(self, projector: torch.nn.Module, kind: str, bank: torch.Tensor, seed: int = 0):
@@ -40,7 +40,8 @@ class TamperedProjector(torch.nn.Module):
         if self.kind == "mean":
             return self.bank[:, step].mean(0).to(z).expand_as(z)
         if self.kind == "noise":
-            noise = torch.randn(z.shape, generator=self.generator).to(z)
+            # Drawn on the CPU, so that every device gets the same noise.
+            noise = torch.randn(z.shape, generator=self.generator).to(z)  # (rows, H)
             return noise * z.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
         chosen = torch.randint(len(self.bank), (len(z),), generator=self.generator)  # (rows,)
         return self.bank[chosen, step].to(z)
@@ -52,6 +53,7 @@ def latent_bank(trajectories: Sequence[Trajectory], num_latent: int) -> torch.Te
     for trajectory in trajectories:
         if len(trajectory.latents):
             width = trajectory.latents.shape[1]
+            # (N, H) → (N / K, K, H): a trajectory holds whole blocks only.
             found.append(trajectory.latents.reshape(-1, num_latent, width))
     if not found:
         raise ValueError(
@@ -67,9 +69,9 @@ def answers_with_tampered_latents(
     intact: Sequence[Trajectory],
     **settings,
 ) -> pd.DataFrame:
-    """`tables.CONTROL_QUESTIONS`: one row per question and control, and the intact answers first.
+    """`tables.CONTROL_QUESTIONS`: one row per question and control, with the intact answers first.
 
-    `intact` are the always-latent answers to `questions`, whose z are the bank. `settings` are
+    `intact` are the always-latent answers to `questions`; their z make the bank. `settings` are
     those of `evaluate`.
     """
     model = engine.model
@@ -81,7 +83,7 @@ def answers_with_tampered_latents(
         engine.reset()  # cached prefixes hold z of another kind
         try:
             trajectories = evaluate(engine, environment, questions, mode="latent", **settings)
-        finally:
+        finally:  # also after an error: the caller's model must stay intact
             model.model.projector = projector
         tables.append(question_table(trajectories, kind))
     engine.reset()

@@ -1,12 +1,12 @@
 """Means with intervals, from plain numbers.
 
-Bootstrap intervals are percentile intervals (Efron & Tibshirani 1993, ch. 13) that resample
+Bootstrap intervals are percentile intervals (Efron & Tibshirani 1993, ch. 13). They resample
 *questions*, since turns of one question are not independent and systems are compared on the same
-questions. The resamples are the very ones that `scipy.stats.bootstrap` draws for the same seed; how
-the work is cut into chunks does not matter.
+questions. The resamples are the very ones that `scipy.stats.bootstrap` draws for the same seed. The
+size of the chunks of work does not change them.
 
-Shares of a handful of turns, often exactly 0 or 1, get Wilson intervals instead: there the
-bootstrap has no width.
+Shares of a few turns are often exactly 0 or 1, and there a bootstrap interval has no width. They
+get Wilson intervals instead.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def wilson(successes: float, n: float) -> Estimate:
 
 
 def running_mean(values, window: int) -> Estimate:
-    """Centred running mean of a series, with a normal interval for the mean: three series.
+    """Centred running mean of a series with a normal interval, as an `Estimate` of three series.
 
-    Windows shrink at the ends, and NaN values are skipped. The spread within the window holds any
-    trend too, so the interval is on the wide side.
+    Windows shrink at the ends, and NaN values are skipped. The spread within a window contains any
+    trend too, so the interval is rather too wide.
     """
     rolling = pd.Series(np.asarray(values, dtype=float)).rolling(window, center=True, min_periods=1)
     mean, count = rolling.mean(), rolling.count()
@@ -99,8 +99,8 @@ def running_mean(values, window: int) -> Estimate:
 def resampled_sums(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
     """Column sums of `resamples` draws of n rows with replacement: (n, m) → (resamples, m).
 
-    A draw is kept as how often each row occurs, so all columns cost one matrix product; for whole
-    numbers it is exact.
+    A draw is kept as the number of times that each row occurs. So one matrix product does all
+    columns; for whole numbers it is exact.
     """
     rng = np.random.default_rng(seed)
     n = len(values)
@@ -110,7 +110,7 @@ def resampled_sums(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
         size = min(rows, resamples - start)
         drawn = rng.integers(0, n, size=(size, n))
         drawn += n * np.arange(size)[:, None]  # so that one bincount keeps the draws apart
-        counts = np.bincount(drawn.ravel(), minlength=size * n).reshape(size, n)
+        counts = np.bincount(drawn.ravel(), minlength=size * n).reshape(size, n)  # (draws, n)
         sums.append(counts.astype(float) @ values)
     return np.concatenate(sums)
 
@@ -118,7 +118,7 @@ def resampled_sums(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
 def estimate(value: float, draws: np.ndarray) -> Estimate:
     """The value with the percentile interval of its draws.
 
-    Draws without a defined value (no hard turn among them) are left out.
+    Draws whose value is not defined (such as a draw without a hard turn) are left out.
     """
     draws = draws[np.isfinite(draws)]  # (resamples,) or fewer
     if np.isnan(value) or not len(draws):
@@ -128,7 +128,7 @@ def estimate(value: float, draws: np.ndarray) -> Estimate:
 
 
 def ratio(numerator, denominator):
-    """Numerator over denominator, NaN where there is nothing to divide by."""
+    """Numerator over denominator, NaN where the denominator is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         quotient = np.true_divide(numerator, denominator)
     return np.where(np.asarray(denominator) == 0, np.nan, quotient)[()]

@@ -1,4 +1,4 @@
-"""The oracle router: the best choice of modes for each question, found by trying all of them."""
+"""The oracle router: it tries all choices of modes for each question and keeps the best."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ def oracle_router(
 ) -> list[Trajectory]:
     """For every question the cheapest correct trajectory, over all choices of modes.
 
-    All 2^T assignments of modes to the first T = `max_routed_turns` turns are tried; later turns
+    It tries all 2^T assignments of modes to the first T = `max_routed_turns` turns; later turns
     think. If none is correct, the always-think trajectory counts.
     """
-    best: dict[str, Trajectory] = {}  # by question
-    fallback: dict[str, Trajectory] = {}
+    best: dict[str, Trajectory] = {}  # question id → cheapest correct trajectory
+    fallback: dict[str, Trajectory] = {}  # question id → always-think trajectory
     for assignment in itertools.product(("think", "latent"), repeat=max_routed_turns):
         trajectories = run(
             questions,
             engine,
             environment,
-            Sampling(max_new_tokens, 0.0, stop=environment.stop),
+            Sampling(max_new_tokens, 0.0, stop=environment.stop),  # temperature 0: greedy
+            # `turn` counts from 0. The default binds this assignment, not the loop's last one.
             modes=lambda row, turn, a=assignment: a[turn] if turn < len(a) else "think",
             max_turns=max_turns,
             batch_size=batch_size,

@@ -1,8 +1,8 @@
 """What the evaluation tables say, and how far chance could move it.
 
-One draw of questions serves every system and every metric of a comparison, so differences are
-paired. Results depend on the seed and the data only, never on the order of rows or on which other
-systems are in the table.
+Every system and every metric of a comparison uses the same draws of questions, so differences are
+paired. Results depend only on the seed and the data. The order of rows and the other systems in the
+table do not matter.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ __all__ = [
 def aes(accuracy, base_accuracy, tokens, base_tokens):
     """Accuracy-efficiency score (O1-Pruner, arXiv 2501.12570): changes relative to the base.
 
-    Saved tokens count once, gained accuracy three times, lost accuracy five times. Numbers or
-    arrays; NaN where the base has nothing to be compared with.
+    Saved tokens count once, gained accuracy three times, lost accuracy five times. Takes numbers or
+    arrays. It is NaN where the base has accuracy 0 or no tokens.
     """
-    saved = 1 - ratio(tokens, base_tokens)
-    gained = ratio(np.subtract(accuracy, base_accuracy), base_accuracy)
+    saved = 1 - ratio(tokens, base_tokens)  # a fraction; negative where tokens were added
+    gained = ratio(np.subtract(accuracy, base_accuracy), base_accuracy)  # a fraction of the base's
+    # `[()]` turns an array without dimensions into a plain number.
     return saved + np.where(gained >= 0, 3 * gained, 5 * gained)[()]
 
 
@@ -64,9 +65,9 @@ def summarise(
 ) -> pd.DataFrame:
     """One row per system and question type (and "all"): the columns of `tables.SUMMARY`.
 
-    `em` and `tokens` are means over questions, `latent_share` is latent turns over turns that hold
-    a reasoning block, differences are paired with `base` (NaN where the table has no such system).
-    TableError when a system lacks questions that another one answered.
+    `em` and `tokens` are means over questions. `latent_share` is latent turns over turns that hold
+    a reasoning block. Differences are paired with `base`; they are NaN if the table has no such
+    system. Raises TableError if a system lacks questions that another one answered.
     """
     questions = _aligned(tables.read(questions, table), table)
     rows = []
@@ -74,8 +75,8 @@ def summarise(
         systems = tables.in_order(part["system"], tables.SYSTEMS)
         # One frame per system, with the questions in the same order in all of them.
         columns = {name: _per_question(part[part["system"] == name]) for name in systems}
-        draws = _draw_together(columns, resamples, seed)
-        n = len(next(iter(columns.values())))
+        draws = _draw_together(columns, resamples, seed)  # system → frame of sums
+        n = len(next(iter(columns.values())))  # questions, as many for every system
         for system in systems:
             row = {"system": system, "question_type": question_type, "n": n}
             row |= _levels(columns[system].sum(), draws[system], n)
@@ -99,8 +100,8 @@ def compare_systems(
 ) -> pd.DataFrame:
     """System `a` against system `b` on the same questions, one row per question type and "all".
 
-    `em_difference` is a - b; `token_ratio` is mean tokens of a over those of b (1.25 = 25 % more
-    than b).
+    `em_difference` is a − b. `token_ratio` is the mean tokens of a over those of b: 1.25 means 25 %
+    more than b.
     """
     questions = tables.read(questions, table)
     for system in (a, b):
@@ -109,6 +110,7 @@ def compare_systems(
             raise tables.TableError(
                 f"table '{table.name}' has no system '{system}'; it has {known}; {table.origin}"
             )
+    # Without the other systems, which may lack questions.
     pair = questions[questions["system"].isin([a, b])]
     summary = summarise(pair, b, resamples=resamples, seed=seed, table=table)
     ours = summary[summary["system"] == a].set_index("question_type")
@@ -144,9 +146,9 @@ def efficiency(
     columns = {name: _per_question(questions[questions["system"] == name]) for name in systems}
     draws = _draw_together(columns, resamples, seed)
 
-    totals = {name: frame.sum() for name, frame in columns.items()}
+    totals = {name: frame.sum() for name, frame in columns.items()}  # system → sums
 
-    # Sums will do: the number of questions cancels out in every ratio.
+    # Sums are enough: the number of questions cancels out in every ratio.
     def score(sums, system: str):
         return aes(
             sums[system]["correct"],
@@ -166,18 +168,18 @@ def adaptivity(turns: pd.DataFrame, *, resamples: int = 10_000, seed: int = 0) -
     """`tables.ADAPTIVITY`: does the mode follow the difficulty of the turn? One row per system.
 
     The explicit share is think turns over turns that hold a reasoning block. H(M), H(M|X) and
-    I(X;M) = H(M) - H(M|X) come from the exact p(latent | state) of each scored turn, in bits: H(M)
-    is the entropy of the mean probability, H(M|X) the mean entropy. Intervals resample whole
-    questions. NaN where a system has no such turns.
+    I(X;M) = H(M) − H(M|X) are in bits and come from the exact p(latent | state) of each scored
+    turn: H(M) is the entropy of the mean probability, H(M|X) the mean entropy. Intervals resample
+    whole questions. A value is NaN if the system has no such turns.
     """
     turns = tables.read(turns, tables.TURNS)
     rows = []
     for system in tables.in_order(turns["system"], tables.SYSTEMS):
         part = turns[turns["system"] == system]
-        sums = _per_question_modes(part)
+        sums = _per_question_modes(part)  # one row per question
         draws = resampled_sums(sums.to_numpy(float), resamples, seed)  # (resamples, columns)
-        point = _mode_statistics(sums.sum())
-        spread = _mode_statistics(pd.DataFrame(draws, columns=sums.columns))
+        point = _mode_statistics(sums.sum())  # name → value
+        spread = _mode_statistics(pd.DataFrame(draws, columns=sums.columns))  # name → (resamples,)
         row = {
             "system": system,
             "n": len(sums),
@@ -197,7 +199,7 @@ def mode_share(turns: pd.DataFrame) -> pd.DataFrame:
     independent. Turns without a reasoning block are left out.
     """
     turns = tables.read(turns, tables.TURNS)
-    moded = turns[turns["mode"] != "none"]
+    moded = turns[turns["mode"] != "none"]  # a turn without a block chose no mode
     rows = []
     for system in tables.in_order(moded["system"], tables.SYSTEMS):
         for question_type in tables.in_order(moded["question_type"], tables.QUESTION_TYPES):
@@ -233,7 +235,10 @@ def readable_summary(summary: pd.DataFrame, question_type: str = "all") -> pd.Da
 
 
 def _aligned(questions: pd.DataFrame, table: tables.Table) -> pd.DataFrame:
-    """Sorted by question; TableError unless every system answered every question exactly once."""
+    """The table sorted by question.
+
+    Raises TableError unless every system answered every question exactly once.
+    """
     twice = questions.duplicated(["system", "question_id"])
     if twice.any():
         row = questions[twice].iloc[0]
@@ -241,13 +246,13 @@ def _aligned(questions: pd.DataFrame, table: tables.Table) -> pd.DataFrame:
             f"table '{table.name}': system '{row['system']}' has question '{row['question_id']}'"
             f" twice; {table.origin}"
         )
-    types = questions.groupby("question_id")["question_type"].nunique()
+    types = questions.groupby("question_id")["question_type"].nunique()  # types of each question
     if (types > 1).any():
         raise tables.TableError(
             f"table '{table.name}': question '{types.idxmax()}' has several values of"
             f" question_type; {table.origin}"
         )
-    everything = set(questions["question_id"])  # of all systems
+    everything = set(questions["question_id"])  # what any system answered
     for system, ids in questions.groupby("system")["question_id"]:
         missing = sorted(everything - set(ids))
         if missing:
@@ -264,12 +269,14 @@ def _aligned(questions: pd.DataFrame, table: tables.Table) -> pd.DataFrame:
 
 
 def _by_type(questions: pd.DataFrame) -> Iterable[tuple[str, pd.DataFrame]]:
+    # (question type, its rows), with the pool of all types first.
     yield "all", questions
     for question_type in tables.in_order(questions["question_type"], tables.QUESTION_TYPES):
         yield question_type, questions[questions["question_type"] == question_type]
 
 
 def _per_question(part: pd.DataFrame) -> pd.DataFrame:
+    # One system's rows as floats (questions, 5). Every metric is a mean or a ratio of their sums.
     return pd.DataFrame(
         {
             "correct": part["correct"].astype(float),
@@ -285,9 +292,10 @@ def _draw_together(
     columns: dict[str, pd.DataFrame], resamples: int, seed: int
 ) -> dict[str, pd.DataFrame]:
     """Resampled sums per system, from the same draws of questions for all of them."""
+    # (questions, systems · columns)
     stacked = np.concatenate([frame.to_numpy() for frame in columns.values()], axis=1)
     sums = resampled_sums(stacked, resamples, seed)  # (resamples, systems · columns)
-    parts = np.split(sums, len(columns), axis=1)
+    parts = np.split(sums, len(columns), axis=1)  # systems × (resamples, columns)
     return {
         name: pd.DataFrame(part, columns=columns[name].columns)
         for name, part in zip(columns, parts, strict=True)
@@ -297,8 +305,9 @@ def _draw_together(
 def _levels(total: pd.Series, draws: pd.DataFrame, n: int) -> dict[str, float]:
     em = estimate(total["correct"] / n, draws["correct"].to_numpy() / n)
     tokens = estimate(total["tokens"] / n, draws["tokens"].to_numpy() / n)
+    # Over turns, not over questions: a question with many turns counts more.
     share = ratio(total["latent"], total["reasoned"])
-    shares = ratio(draws["latent"], draws["reasoned"])
+    shares = ratio(draws["latent"], draws["reasoned"])  # (resamples,)
     return {
         **em.columns("em"),
         **tokens.columns("tokens"),
@@ -313,6 +322,7 @@ def _differences(columns, draws, system: str, base: str, n: int) -> dict[str, fl
         return unknown.columns("em_difference") | unknown.columns("token_reduction")
     total, reference = columns[system].sum(), columns[base].sum()
     gain = (total["correct"] - reference["correct"]) / n
+    # Draw i holds the same questions for both systems, so these differences are paired.
     gains = (draws[system]["correct"] - draws[base]["correct"]).to_numpy() / n
     reduction = 1 - ratio(total["tokens"], reference["tokens"])
     reductions = 1 - ratio(draws[system]["tokens"], draws[base]["tokens"])
@@ -326,8 +336,8 @@ def _per_question_modes(part: pd.DataFrame) -> pd.DataFrame:
     """Per question: numbers of turns by mode and difficulty, and sums over the scored turns."""
     moded = part["mode"] != "none"
     explicit = part["mode"] == "think"
-    scored = part["p_latent"].notna()
-    p = part["p_latent"].fillna(0.0)
+    scored = part["p_latent"].notna()  # a base without latent blocks has no p
+    p = part["p_latent"].fillna(0.0)  # adds nothing to the sums: `scored` does not count it
     counts = {
         "hard": moded & part["hard"],
         "hard_explicit": explicit & part["hard"],
@@ -341,9 +351,10 @@ def _per_question_modes(part: pd.DataFrame) -> pd.DataFrame:
 
 
 def _mode_statistics(sums) -> dict[str, np.ndarray]:
-    """From sums over turns: of one total (a series) or of resampled ones (a frame)."""
+    """Statistics from sums over turns: of one total (a series) or of resamples (a frame)."""
     hard = ratio(sums["hard_explicit"], sums["hard"])
     easy = ratio(sums["easy_explicit"], sums["easy"])
+    # H(M) in bits. Rounding may carry the mean of probabilities just past 1.
     marginal = binary_entropy(np.clip(ratio(sums["p"], sums["scored"]), 0, 1))
     given_state = ratio(sums["entropy"], sums["scored"])
     return {

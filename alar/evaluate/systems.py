@@ -1,7 +1,7 @@
-"""A system answers questions; what it did becomes tables.
+"""A system answers questions, and what it did becomes tables.
 
 A *system* is a model with a choice of modes ("base" explicit, "alar" free, "alar-think" forced …).
-Tables have one row per question or per turn; `alar.evaluate.statistics` computes means and
+Tables have one row per question or per turn. `alar.evaluate.statistics` computes means and
 intervals from them.
 """
 
@@ -20,7 +20,7 @@ from alar.rollout.modes import latent_probabilities
 
 
 def think_tokens(trajectory: Trajectory) -> int:
-    """Generated tokens of the turns that reasoned in text."""
+    """Generated tokens of the turns that reasoned in text, with tags and actions."""
     return sum(turn.end - turn.start for turn in trajectory.turns if turn.mode == "think")
 
 
@@ -32,6 +32,7 @@ def question_table(trajectories: Sequence[Trajectory], system: str) -> pd.DataFr
             "question_id": [t.question.id for t in trajectories],
             "question_type": [t.question.type for t in trajectories],
             "correct": [t.correct for t in trajectories],
+            # All that the policy emitted: tags, latent positions and forced pieces count too.
             "generated_tokens": [t.generated_tokens for t in trajectories],
             "think_tokens": [think_tokens(t) for t in trajectories],
             "think_length": [t.think_length for t in trajectories],
@@ -39,7 +40,7 @@ def question_table(trajectories: Sequence[Trajectory], system: str) -> pd.DataFr
             "latent_turns": [t.num_latent_turns for t in trajectories],
             "think_turns": [t.num_think_turns for t in trajectories],
             "well_formed": [t.well_formed for t in trajectories],
-            "prediction": [t.prediction for t in trajectories],
+            "prediction": [t.prediction for t in trajectories],  # None without an answer
         }
     )
 
@@ -49,7 +50,10 @@ def turn_table(
     system: str,
     p_latent: Sequence[Sequence[float]] | None = None,
 ) -> pd.DataFrame:
-    """`tables.TURNS`: one row per turn. `p_latent` comes from `mode_scores`; NaN without it."""
+    """`tables.TURNS`: one row per turn.
+
+    `p_latent` comes from `mode_scores`, one list per trajectory; without it the column is NaN.
+    """
     rows = []
     for number, trajectory in enumerate(trajectories):
         for index, turn in enumerate(trajectory.turns):
@@ -59,10 +63,10 @@ def turn_table(
                     "system": system,
                     "question_id": trajectory.question.id,
                     "question_type": trajectory.question.type,
-                    "turn": index + 1,
-                    "hard": index in trajectory.question.hard_turns,
+                    "turn": index + 1,  # people count turns from 1
+                    "hard": index in trajectory.question.hard_turns,  # counted from 0
                     "mode": turn.mode,
-                    "tokens": turn.end - turn.start,
+                    "tokens": turn.end - turn.start,  # generated ones, without the observation
                     "p_latent": scored,
                 }
             )
@@ -80,16 +84,16 @@ def evaluate(
     batch_size: int,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> list[Trajectory]:
-    """Answers of one system by greedy decoding, one trajectory per question, in their order.
+    """Answers of one system by greedy decoding: one trajectory per question, in their order.
 
-    `mode` is one of `alar.rollout.loop.MODES`: "off" for a base, which has no latent block.
-    `max_new_tokens` is per turn; `batch_size` is how many questions are worked on at once.
+    `mode` is one of `alar.rollout.loop.MODES`; a base has no latent block and takes "off".
+    `max_new_tokens` is per turn. `batch_size` questions are worked on at once.
     """
     return run(
         questions,
         engine,
         environment,
-        Sampling(max_new_tokens, 0.0, stop=environment.stop),
+        Sampling(max_new_tokens, 0.0, stop=environment.stop),  # temperature 0: greedy
         modes=mode,
         max_turns=max_turns,
         batch_size=batch_size,
@@ -98,12 +102,15 @@ def evaluate(
 
 
 def mode_scores(engine: HFEngine, trajectories: Sequence[Trajectory]) -> list[list[float]]:
-    """Exact p(latent | state) at every turn, one list per trajectory."""
+    """Exact p(latent | state) at every turn, as one list per trajectory."""
     return latent_probabilities(engine.model, engine.codec, trajectories)
 
 
 def example_turns(codec: Codec, trajectories: dict[str, Trajectory]) -> pd.DataFrame:
-    """`tables.EXAMPLE_TURNS`: turn by turn, one question as several systems answered it."""
+    """`tables.EXAMPLE_TURNS`: one question as several systems answered it, one row per turn.
+
+    `trajectories` maps a system to its trajectory of that question.
+    """
     rows = []
     for system, trajectory in trajectories.items():
         for index, turn in enumerate(trajectory.turns):
@@ -115,6 +122,7 @@ def example_turns(codec: Codec, trajectories: dict[str, Trajectory]) -> pd.DataF
                     "mode": turn.mode,
                     "tokens": turn.end - turn.start,
                     "hard": index in trajectory.question.hard_turns,
+                    # What the policy wrote, without what the environment answered.
                     "text": codec.text(trajectory.ids[turn.start : turn.end]).strip(),
                 }
             )

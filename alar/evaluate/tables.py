@@ -1,12 +1,13 @@
-"""The tables that stages hand to the statistics and the figures: columns, and one reader.
+"""The tables that stages hand to the statistics and the figures: their columns, and one reader.
 
-A stage writes a small table once; everything downstream only reads it. So each table is described
-here, in one place: its file, the stage that writes it and its columns. `read` accepts a data frame,
-a `.parquet`, `.csv` or `.jsonl` file, and names the table, the missing column and the stage to run.
+A stage writes a small table once, and everything after it only reads the table. This module
+describes each table: its file, the stage that writes it and its columns. `read` accepts a data
+frame or a `.parquet`, `.csv` or `.jsonl` file. Its errors name the table, the missing column and
+the stage to run.
 
 `em` is the share of correct answers: exact match in search, the verdict of BFCL's checker in the
-tool domain. Units: tokens are counts, shares and accuracies are fractions in 0..1, entropies are
-bits. An estimate (`~` below) has three columns: `name`, `name_low`, `name_high`.
+tool domain. Tokens are counts, shares and accuracies are fractions in 0..1, entropies are in bits.
+An estimate (`~` below) has three columns: `name`, `name_low`, `name_high`.
 """
 
 from __future__ import annotations
@@ -19,26 +20,27 @@ import pandas as pd
 from alar.evaluate.intervals import Estimate
 from alar.files import read_jsonl
 
-# Orders in which rows and panels appear; names that are not listed follow in alphabetical order.
+# Rows and panels appear in these orders; names that are not listed follow in alphabetical order.
 SYSTEMS = ("base", "stage1", "warmup", "alar", "alar-think", "alar-latent", "oracle")
 QUESTION_TYPES = (
+    # Search on the first line, tools on the second.
     *("all", "single", "bridge", "comparison", "arithmetic"),
     *("simple", "multiple", "parallel", "parallel_multiple", "multi_turn", "irrelevance"),
 )
 CONTROLS = ("intact", "zeroed", "shuffled", "noise", "mean", "text")
-MODES = ("latent", "think", "none")
+MODES = ("latent", "think", "none")  # of a turn; "none" has no reasoning block
 
 
 class TableError(ValueError):
-    """A table that is missing, damaged or without a column."""
+    """A table is damaged, has no rows, or lacks a column."""
 
 
 @dataclass(frozen=True)
 class Table:
     """What a table must have. Other columns may be present."""
 
-    file: str
-    stage: str  # that writes it
+    file: str  # its name in the stage's folder
+    stage: str  # the one that writes it
     listed: str  # columns in their order, `~` before an estimate
 
     @property
@@ -58,6 +60,7 @@ class Table:
 
 
 _EVALUATION = "06_benchmark_eval"
+# The same columns for the systems, the controls and the oracle, so that one reader serves all.
 _ANSWERS = (
     "system question_id question_type correct generated_tokens think_tokens turns latent_turns"
     " think_turns well_formed"
@@ -87,6 +90,7 @@ MODE_SHARE = Table(
 EXAMPLE_TURNS = Table(
     "example_turns.csv", _EVALUATION, "system question turn mode tokens text hard"
 )
+# One row per step of RL.
 METRICS = Table(
     "metrics.jsonl",
     "05_ar_grpo",
@@ -98,6 +102,7 @@ LOSS = Table("loss.jsonl", "03_aasd and 04_mode_warmup", "step loss")
 REWARD_SHAPES = Table(
     "rewards.csv", "07_figures (alar.rl.reward.shaped_rewards)", "variant case latent_share reward"
 )
+# numerator / denominator, with the bounds that the ratio has to keep.
 BENCH_RATIOS = Table(
     "ratios.csv", "09_benchmarks", "part case numerator denominator clock ~ratio at_most at_least"
 )
@@ -130,7 +135,7 @@ _READERS = {
 
 
 def read(source: pd.DataFrame | str | Path, table: Table) -> pd.DataFrame:
-    """The table with a fresh index.
+    """Check the table and return it with a fresh index.
 
     Raises FileNotFoundError for a missing file and TableError for a damaged or unfit one.
     """
@@ -145,7 +150,7 @@ def read(source: pd.DataFrame | str | Path, table: Table) -> pd.DataFrame:
             f"{label}: no column {', '.join(map(repr, missing))}; {table.origin}; the columns here"
             f" are {', '.join(map(str, frame.columns))}"
         )
-    # A mode of another name would be counted as "not latent", silently.
+    # A mode of another name would silently count as "not latent".
     unknown = sorted(set(frame["mode"]) - set(MODES)) if "mode" in table.columns else []
     if unknown:
         raise TableError(
@@ -158,7 +163,10 @@ def read(source: pd.DataFrame | str | Path, table: Table) -> pd.DataFrame:
 def with_intervals(
     table: pd.DataFrame, name: str, scale: float = 1.0, form: str = ".1f"
 ) -> list[str]:
-    """Estimates as people read them: every value with its interval, "–" where there is none."""
+    """Estimates as people read them: every value with its interval, "–" for NaN.
+
+    Values are multiplied by `scale` (100 for percent) and written in the format `form`.
+    """
     shown = []
     for value, low, high in zip(*(column * scale for column in Estimate.read(table, name))):
         defined = not pd.isna(value)
@@ -181,7 +189,7 @@ def _from_file(path: Path, table: Table) -> pd.DataFrame:
         raise TableError(f"table '{table.name}': {path} is none of {', '.join(_READERS)}")
     try:
         return _READERS[path.suffix](path)
-    except (ValueError, OSError) as error:  # of a truncated file, whoever reads it
+    except (ValueError, OSError) as error:  # what each reader raises for a truncated file
         raise TableError(
             f"table '{table.name}': {path} is damaged ({error}); {table.origin}: run it again"
         ) from error

@@ -1,6 +1,5 @@
-"""A turn-based world in RAGEN's manner: gymnasium's FrozenLake as text, walked through the same
-agent loop.
+"""A turn-based world in RAGEN's manner: gymnasium's FrozenLake as text, in the same agent loop.
 
-It shows what the loop, the engines and the trainers need of a further domain: a form (`protocol`),
-an environment (`environment`) and questions (`lakes`), nothing else.
+It shows what the loop, the engines and the trainers need from a further domain: a form
+(`protocol`), an environment (`environment`) and questions (`lakes`), nothing else.
 """

@@ -1,7 +1,7 @@
 """Lakes as questions: random solvable maps, their drawing, their shortest ways, and walks on them.
 
-A walk is a function of the question and the moves: `walk` plays them on a fresh gymnasium
-environment, seeded by the question. Nothing needs to be kept between turns, and the slips of a
+A walk is a function of the question and the moves. `walk` plays the moves on a fresh gymnasium
+environment, which the question seeds. So nothing needs to be kept between turns, and the slips of a
 slippery lake are the same every time.
 """
 
@@ -16,8 +16,9 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_m
 
 from alar.records import Question
 
+# Gymnasium's letters (start, frozen, hole, goal) → ours, without and with the walker on the tile.
 _TILES = {"S": "_", "F": "_", "H": "O", "G": "G"}
-_WALKER = {"H": "X", "G": "*"}  # elsewhere P
+_WALKER = {"H": "X", "G": "*"}  # P on any other tile
 
 
 @dataclass(frozen=True)
@@ -46,18 +47,19 @@ def lakes(
     slippery: bool = False,
     without: Collection[str] = (),
 ) -> list[Question]:
-    """`count` solvable lakes, whose tiles are ice with probability `ice`.
+    """`count` solvable lakes of `size` × `size` tiles, each of them ice with probability `ice`.
 
     `without` has drawings that must not be among them.
     """
     questions, number, forbidden = [], 0, set(without)
     while len(questions) < count:
-        lake_seed = seed * 1_000_003 + number
+        lake_seed = seed * 1_000_003 + number  # seeds have no draws in common
         number += 1
         rows = generate_random_map(size, ice, lake_seed)
         question = lake_question(rows, seed=lake_seed, slippery=slippery)
         if question.text not in forbidden:
             questions.append(question)
+        # So many draws were in vain: stop before this becomes an endless loop.
         elif number > 100 * (count + 1):
             raise ValueError(
                 f"nearly all lakes of size {size} are in `without`: ask for fewer or larger ones"
@@ -85,7 +87,7 @@ def walk(question: Question, moves: Sequence[int]) -> Walk:
     """Play `moves` from the start; those after the goal or a hole are not played."""
     details = json.loads(question.details)
     world = FrozenLakeEnv(desc=details["rows"], is_slippery=details["slippery"])
-    position, _ = world.reset(seed=details["seed"])
+    position, _ = world.reset(seed=details["seed"])  # the seed decides every slip
     for played, move in enumerate(moves, start=1):
         position, reward, terminated, _, _ = world.step(move)
         if terminated:
@@ -96,13 +98,13 @@ def walk(question: Question, moves: Sequence[int]) -> Walk:
 def shortest_way(question: Question) -> list[int]:
     """The fewest moves to the goal of a lake that is not slippery.
 
-    Of equally short ways, the first in gymnasium's order of moves.
+    Of equally short ways, it takes the first in gymnasium's order of moves.
     """
     details = json.loads(question.details)
     world = FrozenLakeEnv(desc=details["rows"], is_slippery=False)
     start, _ = world.reset(seed=0)
-    ways: dict[int, list[int]] = {start: []}  # moves to each tile that was reached
-    waiting = deque([start])
+    ways: dict[int, list[int]] = {start: []}  # tile → the moves that reach it
+    waiting = deque([start])  # first in, first out: near tiles come before far ones
     while waiting:
         here = waiting.popleft()
         for move in range(4):

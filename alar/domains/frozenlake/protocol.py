@@ -1,4 +1,4 @@
-"""Surface form of a walk: a reasoning block, then a few moves. The lake is the observation.
+"""What a walk looks like as text: a reasoning block, then a few moves. The lake is the observation.
 
     \\n\\n<think>The way is right, down.</think>\\n\\n<action>right, down</action>
 
@@ -23,18 +23,19 @@ INSTRUCTION = (
     " keep out of the holes O. Move inside <action> and </action> with left, down, right and up,"
     " {limit}; the lake comes back inside <information> and </information>."
 )
-_SEPARATOR = re.compile(r"[\s,;]+|\|\|")
+_SEPARATOR = re.compile(r"[\s,;]+|\|\|")  # RAGEN writes || between moves
 
 
 def parse_moves(text: str, limit: int) -> tuple[list[int], str]:
-    """(moves, problem) of a text; moves are gymnasium's numbers, and [] if any is not a move.
+    """(moves, problem) of a text.
 
-    Never raises.
+    The moves are gymnasium's numbers. They are [], with a problem, if any word is not a move or if
+    there are not 1 to `limit` words. Never raises.
     """
     words = [word.lower() for word in _SEPARATOR.split(text) if word]
     for word in words:
         if word not in MOVES:
-            return [], f"{word[:40]!r} is no move"
+            return [], f"{word[:40]!r} is no move"  # the policy reads this: it must stay short
     if not words or len(words) > limit:
         return [], f"{len(words)} moves in one turn, expected 1 to {limit}"
     return [MOVES.index(word) for word in words], ""
@@ -45,7 +46,7 @@ def moves_text(moves: Sequence[int]) -> str:
 
 
 class LakeForm(protocol.SearchForm):
-    """At most `moves_per_turn` moves in one turn; other actions are malformed and move nothing."""
+    """A turn has 1 to `moves_per_turn` moves; any other action is malformed and moves nothing."""
 
     def __init__(self, moves_per_turn: int = 5):
         if moves_per_turn < 1:
@@ -66,6 +67,7 @@ class LakeForm(protocol.SearchForm):
         turn = protocol.parse_turn(text, (ACTION,))
         problem = parse_moves(turn.argument, self.moves_per_turn)[1] if turn.action else ""
         if problem:
+            # Without an action, the loop answers with `invalid`. An earlier problem stays named.
             return replace(
                 turn, action=None, argument="", well_formed=False, problem=turn.problem or problem
             )

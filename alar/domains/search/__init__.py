@@ -1,6 +1,6 @@
 """The search domain: corpus, questions, retrieval and the exact-match metric.
 
-Only the metric is imported here; retrieval pulls in FAISS and is imported where it is used
+This file imports only the metric. Retrieval loads FAISS, so it is imported where it is used
 (`from alar.domains.search import retriever`).
 """
 

@@ -1,7 +1,7 @@
 """Client of the retrieval server (`alar.domains.search.server`, or Search-R1's own).
 
-`HTTPRetriever.search` returns what `Retriever.search` returns. A server that is down, slow or
-broken is asked again after growing pauses. After that, and for any incomplete answer, a
+`HTTPRetriever.search` returns what `Retriever.search` returns. If a server is down, slow or broken,
+the client asks again after growing pauses. If that does not help, or if an answer is incomplete, a
 RetrievalError names the server, the cause and what to do. An error never becomes an empty list of
 passages: a policy trained on those would learn that searching is useless.
 """
@@ -20,7 +20,7 @@ _WITHOUT_PROXY = dict.fromkeys(["all://localhost", "all://127.0.0.1", "all://[::
 
 
 class RetrievedDocument(BaseModel):
-    id: str | int
+    id: str | int  # a JSONL corpus may number its passages
     contents: Annotated[str, Field(pattern=r"\S")]  # at least one visible character
 
 
@@ -30,7 +30,7 @@ class ScoredDocument(BaseModel):
 
 
 class RetrieveAnswer(BaseModel):
-    """What `POST /retrieve` answers when it is asked for scores: one list per query, best first."""
+    """The answer to `POST /retrieve` with `return_scores`: one list per query, best first."""
 
     result: list[list[ScoredDocument]]
 
@@ -42,11 +42,13 @@ class _TemporaryFailure(Exception):
 class HTTPRetriever:
     """Search over HTTP.
 
-    `timeout` is in seconds per attempt. A request is attempted at most 1 + `retries` times, and the
-    first pause between attempts is `backoff` seconds long.
+    `timeout` is in seconds per attempt. A request is attempted at most 1 + `retries` times. The
+    first pause between attempts takes `backoff` seconds, each later one twice as long as the one
+    before, up to 30 s.
     """
 
     def __init__(self, url: str, timeout: float = 60.0, retries: int = 4, backoff: float = 0.5):
+        # Search-R1's scripts give the address with its path; both spellings are accepted.
         self.url = url.strip().rstrip("/").removesuffix("/retrieve")
         if not self.url.startswith(("http://", "https://")):
             raise RetrievalError(
@@ -54,6 +56,7 @@ class HTTPRetriever:
             )
         self.timeout = timeout
         self.retries = retries
+        # A server that is down shows within 5 s; only a search may take the whole `timeout`.
         self._client = httpx.Client(
             timeout=httpx.Timeout(timeout, connect=min(5.0, timeout)), mounts=_WITHOUT_PROXY
         )
@@ -62,8 +65,8 @@ class HTTPRetriever:
         self._retrying = Retrying(
             retry=retry_if_exception_type(_TemporaryFailure),
             stop=stop_after_attempt(1 + retries),
-            wait=wait_exponential(multiplier=backoff, max=30),
-            reraise=True,
+            wait=wait_exponential(multiplier=backoff, max=30),  # seconds
+            reraise=True,  # the last failure itself, not tenacity's RetryError
         )
 
     def health(self) -> dict:
@@ -78,11 +81,12 @@ class HTTPRetriever:
             raise ValueError(f"k must be at least 1, got {k}")
         if not queries:
             return []
+        # With scores, since Search-R1's own server breaks without them.
         body = {"queries": list(queries), "topk": k, "return_scores": True}
         try:
             result = RetrieveAnswer.model_validate(self._request("POST", "/retrieve", body)).result
         except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
+            problem = error.errors(include_url=False)[0]  # the first one says enough
             place = ".".join(str(part) for part in problem["loc"])
             raise self._failure(f"the answer is incomplete: {place}: {problem['msg']}") from error
         if len(result) != len(queries):
@@ -106,7 +110,7 @@ class HTTPRetriever:
             raise _TemporaryFailure(f"no connection: {error}") from error
         except httpx.InvalidURL as error:
             raise self._failure(str(error)) from error
-        text = response.text[:300]
+        text = response.text[:300]  # for a message: an error page may be long
         if response.status_code >= 500 or response.status_code == 429:
             raise _TemporaryFailure(f"status {response.status_code}: {text}")
         if response.status_code != 200:

@@ -2,8 +2,8 @@
 
 A passage is stored as Search-R1 stores it (wiki-18): a JSON line `{"id": ..., "contents":
 "\"Title\"\ntext"}`. The row of a passage in a FAISS index is its line in the corpus. wiki-18 has 21
-million lines, so `Corpus` keeps only the byte offset of each line, memory-mapped from a small file
-written beside the corpus, and parses a line when it is asked for.
+million lines. So `Corpus` keeps only the byte offset of each line, and parses a line when it is
+asked for. The offsets are memory-mapped from a small file that is written beside the corpus.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class Passage:
 
     @classmethod
     def from_contents(cls, id: str, contents: str) -> "Passage":
-        """Split `contents` into title and text; without a quoted first line all of it is text."""
+        """Split `contents` into title and text. Without a quoted first line, all of it is text."""
         first, newline, rest = contents.partition("\n")
         if newline and len(first) >= 2 and first[0] == first[-1] == '"':
             return cls(str(id), first[1:-1], rest)
@@ -56,7 +56,8 @@ class Corpus(Sequence[Passage]):
 
     The offsets of the lines are written beside the corpus (`<corpus>.offsets.npy`), so that only
     the first opening reads the whole file. They are made anew when the corpus has changed. Opening
-    raises RetrievalError for a missing, empty or cut-off file; reading names a broken line.
+    raises RetrievalError for a missing, empty or cut-off file. Reading a broken line raises one
+    that names the line.
     """
 
     def __init__(self, path: str | Path):
@@ -68,14 +69,14 @@ class Corpus(Sequence[Passage]):
         if self.path.stat().st_size == 0:
             raise RetrievalError(f"{self.path}: the corpus is empty; download it again")
         with self.path.open("rb") as file:
-            if file.read(2) == b"\x1f\x8b":
+            if file.read(2) == b"\x1f\x8b":  # the magic number of gzip
                 raise RetrievalError(
                     f"{self.path}: the corpus is compressed; unpack it first (gunzip)"
                 )
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        # Where each line starts, and the end of the file.
+        # The byte where each line starts, then the end of the file.
         self._offsets = self._open_offsets()  # (lines + 1,)
-        self[-1]  # a download that was cut off shows in the last line
+        self[-1]  # parsed now: a download that was cut off shows in the last line
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -105,11 +106,13 @@ class Corpus(Sequence[Passage]):
         return Passage.from_contents(record["id"], contents)
 
     def _open_offsets(self) -> np.ndarray:
+        # (lines + 1,): read from the file beside the corpus, which is written if need be.
         cache = self.path.with_name(self.path.name + ".offsets.npy")
         if cache.exists() and cache.stat().st_mtime_ns >= self.path.stat().st_mtime_ns:
-            # A damaged file is made anew.
+            # A damaged file raises one of these and is made anew.
             with contextlib.suppress(ValueError, EOFError, IndexError):
                 offsets = np.load(cache, mmap_mode="r")
+                # The last offset is the size of the corpus that it was made for.
                 if offsets.dtype == np.int64 and offsets[-1] == len(self._bytes):
                     return offsets
         offsets = self._scan()
@@ -120,7 +123,7 @@ class Corpus(Sequence[Passage]):
         return offsets
 
     def _scan(self, chunk: int = 1 << 24) -> np.ndarray:
-        """Offsets (lines + 1,) of all lines, found in pieces of `chunk` bytes."""
+        """Offsets (lines + 1,) of all lines, found in pieces of `chunk` bytes (16 MB)."""
         starts = [np.zeros(1, dtype=np.int64)]
         for begin in range(0, len(self._bytes), chunk):
             block = np.frombuffer(self._bytes[begin : begin + chunk], dtype=np.uint8)
@@ -133,7 +136,7 @@ class Corpus(Sequence[Passage]):
 
 def refuse_duplicate_ids(passages: Sequence[Passage]) -> None:
     """Raise RetrievalError that names the first two passages with one id."""
-    first: dict[str, int] = {}
+    first: dict[str, int] = {}  # id → row
     for row, passage in enumerate(passages):
         if passage.id in first:
             raise RetrievalError(

@@ -1,11 +1,11 @@
 """The published question sets, and anybody's own JSONL or Parquet file, as `Question` records.
 
 The six evaluation sets come from FlashRAG's collection (`RUC-NLPIR/FlashRAG_datasets`: id,
-question, golden_answers), from the split that Search-R1 evaluates on: test, else dev, else train.
-`nq_hotpotqa_train` is Search-R1's training set, for teacher traces and RL prompts. `source` may
-also be a file with `question` and one of `golden_answers`, `answers`, `answer` (a list or a
-string). Every broken row is an error that names file, row and field: a silently dropped question
-would change a published number.
+question, golden_answers). They use the split that Search-R1 evaluates on: test, else dev, else
+train. `nq_hotpotqa_train` is Search-R1's training set, for teacher traces and RL prompts. A file
+needs `question` and one of `golden_answers`, `answers`, `answer` (a list or a string). Every broken
+row is an error that names file, row and field: a silently dropped question would change a published
+number.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ published_sizes = {
     "bamboogle": 125,
 }
 
-EVALUATION_SPLITS = ("test", "dev", "train")
-ANSWER_FIELDS = ("golden_answers", "answers", "answer")
+EVALUATION_SPLITS = ("test", "dev", "train")  # the first that a set has
+ANSWER_FIELDS = ("golden_answers", "answers", "answer")  # the first that a row has
 
 
 class DatasetError(ValueError):
@@ -43,11 +43,11 @@ def load_questions(
 
     `hub` replaces the set's hub repository: another repository id, or the folder of a clone.
     `split` overrides the default: the evaluation split of a published set, train of
-    nq_hotpotqa_train. `limit` keeps that many questions, those with the smallest hash of their id:
-    always the same ones, and a smaller sample is part of a larger one.
+    nq_hotpotqa_train. `limit` keeps that many questions, those with the smallest hash of their id.
+    So it keeps always the same ones, and a smaller sample is part of a larger one.
 
-    Question ids start with the set's (or the file's) name, and `type` is that name unless a file
-    has a `type` of its own, so that several sets can be evaluated together. Raises DatasetError.
+    Question ids start with the name of the set or file, and `type` is that name unless a file has a
+    `type` of its own. So several sets can be evaluated together. Raises DatasetError.
     """
     name = str(source)
     if name in published_sizes:
@@ -68,12 +68,12 @@ def load_questions(
 
 def hub_rows(hub: str, config: str | None, splits: Sequence[str]) -> Iterator[tuple[str, dict]]:
     """(where, record) of each row in the first of `splits` that the hub's set has."""
-    import datasets
+    import datasets  # slow to import, and not needed for files
 
     try:
         loaded = datasets.load_dataset(hub, config)
     except Exception as error:
-        # The library raises a dozen unrelated types when a hub cannot be reached or read.
+        # The library raises a dozen unrelated types when it cannot reach or read a hub.
         raise DatasetError(
             f"{hub} ({config}): cannot be loaded: {type(error).__name__}:"
             f" {error}\nWithout a network, give the set as a JSONL or Parquet file"
@@ -93,7 +93,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict]]:
     `where` is file:line for JSON lines and "file, row n" for Parquet, both counted from 1.
     """
     if path.suffix == ".parquet":
-        import pyarrow
+        import pyarrow  # only here: JSON lines do not need it
         import pyarrow.parquet
 
         try:
@@ -127,7 +127,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict]]:
 
 def _from_rows(rows: Iterable[tuple[str, dict]], name: str) -> list[Question]:
     questions: list[Question] = []
-    seen: dict[str, str] = {}  # where each id stands
+    seen: dict[str, str] = {}  # question id → where it stands
     for number, (where, record) in enumerate(rows):
         question = _question(record, name, number, where)
         if question.id in seen:
@@ -146,7 +146,7 @@ def _question(record: dict, name: str, number: int, where: str) -> Question:
     text = record.get("question")
     if not isinstance(text, str) or not text.strip():
         raise DatasetError(f"{where}: question: expected a text, got {text!r}")
-    identity = record.get("id", record.get("_id"))
+    identity = record.get("id", record.get("_id"))  # 2WikiMultihopQA's own files write `_id`
     identity = str(number) if identity in (None, "") else str(identity)
     # Search-R1's merged set numbers the questions of each source from 0: ids need their source.
     origin = record.get("data_source") or name
@@ -165,6 +165,7 @@ def _answers(record: dict, where: str) -> tuple[str, ...]:
         )
     field = present[0]
     value = record[field]
+    # A plain string is one answer, not a sequence of characters.
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(answer, str) for answer in values):
         raise DatasetError(
@@ -182,8 +183,9 @@ def _answers(record: dict, where: str) -> tuple[str, ...]:
 def fixed_sample(questions: list[Question], limit: int) -> list[Question]:
     """The `limit` questions whose ids have the smallest hashes, in their order in `questions`."""
 
+    # Not Python's `hash`: it is salted anew in every process.
     def position(i: int) -> str:
         return hashlib.blake2b(questions[i].id.encode(), digest_size=16).hexdigest()
 
-    chosen = sorted(range(len(questions)), key=position)[:limit]
+    chosen = sorted(range(len(questions)), key=position)[:limit]  # indices into `questions`
     return [questions[i] for i in sorted(chosen)]

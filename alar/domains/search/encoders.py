@@ -20,8 +20,8 @@ from alar.domains.search.corpus import Passage, RetrievalError
 class Encoder(Protocol):
     """Two functions from texts to float32 vectors of one dimension.
 
-    A query that says nothing is a zero vector. `name` tells whether an index was built by this
-    encoder. A passage whose inner product with the query is at most `min_score` is no hit.
+    A query that says nothing is a zero vector. `name` tells whether this encoder built an index. A
+    passage whose inner product with the query is at most `min_score` is no hit.
     """
 
     name: str
@@ -37,18 +37,18 @@ class Encoder(Protocol):
 class TfidfEncoder:
     """TF-IDF of words (scikit-learn: sublinear tf, smooth idf) in at most `dimension` dimensions.
 
-    Words weigh √idf on either side, so that an inner product weighs them by idf, as BM25 does. With
-    idf² the last word of "Peru, currency" would hardly count beside the name.
+    Words weigh √idf on either side, so an inner product weighs them by idf, as BM25 does. With idf²
+    the last word of "Peru, currency" would hardly count beside the name.
 
-    A passage is `title_weight · unit(title) + (1 − title_weight) · unit(text)`: a query that names
-    a title exactly earns the whole `title_weight`, which no passage that merely mentions the words
-    can reach.
+    A passage is `title_weight · unit(title) + (1 − title_weight) · unit(text)`. A query that names
+    a title exactly earns the whole `title_weight`. A passage that merely mentions the words cannot
+    reach that.
 
     A vocabulary larger than `dimension` is projected: each word gets four signed coordinates from
     its hash (sparse Johnson–Lindenstrauss, Kane and Nelson 2014). With one coordinate per word, as
     in plain feature hashing, two names in the same bucket would be the same word to the index.
 
-    The vocabulary is that of the first passages encoded, or of `fit`.
+    The vocabulary comes from the first passages encoded, or from `fit`.
     """
 
     def __init__(self, dimension: int = 2048, title_weight: float = 0.9):
@@ -62,7 +62,7 @@ class TfidfEncoder:
         self.dimension = dimension
         self.title_weight = title_weight
         self._vectorizer = TfidfVectorizer(
-            token_pattern=r"(?u)\w+",
+            token_pattern=r"(?u)\w+",  # scikit-learn's default drops words of one letter or digit
             strip_accents="unicode",
             sublinear_tf=True,
             smooth_idf=True,
@@ -104,12 +104,13 @@ class TfidfEncoder:
 class E5Encoder:
     """E5, or another Hugging Face text encoder with the recipe of E5-base-v2.
 
-    Prefixes `query: ` and `passage: `, at most 256 tokens, mean of the last hidden states under the
-    attention mask, unit length. Pooling is in float32 whatever `dtype` the model runs in ("auto":
-    float16 on a GPU, float32 on a CPU). `device` "auto" takes a GPU if there is one.
+    The recipe: prefixes `query: ` and `passage: `, at most 256 tokens, the mean of the last hidden
+    states under the attention mask, unit length. Pooling is in float32 whatever `dtype` the model
+    runs in ("auto": float16 on a GPU, float32 on a CPU). `device` "auto" takes a GPU if there is
+    one.
     """
 
-    min_score = -float("inf")
+    min_score = -float("inf")  # every passage is a hit, however far
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class E5Encoder:
 
     def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
         vectors = self._encode([f"query: {text}" for text in texts])
-        vectors[[not text.strip() for text in texts]] = 0
+        vectors[[not text.strip() for text in texts]] = 0  # the prefix alone says nothing
         return vectors
 
     def _encode(self, texts: Sequence[str]) -> np.ndarray:
@@ -182,10 +183,11 @@ def _sparse_projection(
     """A matrix [len(words), dimension] that gives every word its signed coordinates.
 
     Each row has `coordinates` entries ±1/√coordinates, one in each block of columns. They come from
-    BLAKE2: Python's `hash` has another salt in every process, and CRC32 is linear, so that words
-    which collide once would collide in every block.
+    BLAKE2. Python's `hash` has another salt in every process. CRC32 is linear, so words that
+    collide once would collide in every block.
     """
     coordinates = min(coordinates, dimension)
+    # Block b has the columns edges[b] … edges[b + 1] − 1.
     edges = np.linspace(0, dimension, coordinates + 1).astype(np.int64)
     digests = b"".join(
         hashlib.blake2b(word.encode(), digest_size=4 * coordinates).digest() for word in words
@@ -195,7 +197,7 @@ def _sparse_projection(
     columns = edges[:-1] + (codes >> 1) % (edges[1:] - edges[:-1])  # (words, coordinates)
     signs = np.where(codes & 1, 1.0, -1.0).astype(np.float32)
     signs /= np.sqrt(coordinates, dtype=np.float32)
-    rows = np.repeat(np.arange(len(words)), coordinates)
+    rows = np.repeat(np.arange(len(words)), coordinates)  # (words · coordinates,)
     return scipy.sparse.csr_matrix(
         (signs.ravel(), (rows, columns.ravel())), shape=(len(words), dimension)
     )

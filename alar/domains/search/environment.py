@@ -15,7 +15,7 @@ from alar.domains.search.retriever import Searcher, open_retriever
 from alar.domains.search.world import world
 from alar.records import Observation, Question, Trajectory
 
-MAX_CHARACTERS = 500  # of a passage that the policy reads
+MAX_CHARACTERS = 500  # of a passage that the policy reads, as in ALAR's evaluation
 
 
 @lru_cache(maxsize=8)  # an index takes 16 MB, and questions of one world come together
@@ -24,9 +24,10 @@ def _world_searcher(name: str) -> Searcher:
 
 
 class SearchEnvironment:
-    """`searcher` serves every question; without one, each question's embedded world is searched.
+    """`searcher` serves every question. Without one, each question searches its embedded world.
 
-    `topk` passages come back. `source` tells one searcher from another where results are compared.
+    A search returns `topk` passages. `source` tells one searcher from another where results are
+    compared.
     """
 
     form = protocol.SEARCH
@@ -40,12 +41,12 @@ class SearchEnvironment:
 
     def observe(self, steps: Sequence[tuple[Question, protocol.Turn]]) -> list[Observation]:
         # One search for all questions of a world: encoding is cheaper for many queries at once.
-        by_world: dict[str, list[int]] = {}
+        by_world: dict[str, list[int]] = {}  # world → indices into `steps`
         for index, (question, _) in enumerate(steps):
             by_world.setdefault(question.world, []).append(index)
         observations: dict[int, Observation] = {}
         for name, indices in by_world.items():
-            queries = [steps[index][1].argument for index in indices]
+            queries = [steps[index][1].argument for index in indices]  # in order of `indices`
             hits = self._searcher(name).search(queries, self.topk)
             for index, found in zip(indices, hits):
                 observations[index] = _observation(found)

@@ -2,17 +2,17 @@
 
     python -m alar.domains.search.index --corpus wiki-18.jsonl --index e5_Flat.index
 
-Row i of an index is line i of its corpus, and scores are inner products, as in the files of
-Search-R1 and FlashRAG, which open as they are. Encoding a large corpus takes hours, so every
-finished block of vectors is a file of its own and a killed build goes on with the next block.
-Kinds, with the size for wiki-18 (21 M passages, dimension 768):
+Row i of an index is line i of its corpus, and scores are inner products. The index files of
+Search-R1 and FlashRAG are the same and open as they are. Encoding a large corpus takes hours. So
+every finished block of vectors is a file of its own, and a killed build goes on with the next
+block. Kinds, with the size for wiki-18 (21 M passages, dimension 768):
 
     flat   exact, 62 GB
     hnsw   approximate and fast, the size of flat and 5 GB of links
     sq8    exact search over 8-bit components, 16 GB
 
-An index is built in memory. Opened with `mmap` it is read from disk page by page. The file
-`<index>.json` beside it names its encoder; an index without that file is trusted.
+An index is built in memory. If it is opened with `mmap`, it is read from disk page by page. The
+file `<index>.json` beside it names its encoder; an index without that file is trusted.
 """
 
 import argparse
@@ -30,13 +30,14 @@ from alar.domains.search.corpus import Corpus, RetrievalError
 from alar.domains.search.encoders import E5Encoder, Encoder
 from alar.files import replacing, write_json
 
+# kind → FAISS's factory string. HNSW32 keeps 32 links per vector; SQ8 keeps 8 bits per component.
 KINDS = {"flat": "Flat", "hnsw": "HNSW32,Flat", "sq8": "SQ8"}
-TRAINING_ROWS = 131_072  # that sq8 takes its ranges from
+TRAINING_ROWS = 131_072  # sq8 takes its ranges from so many rows
 HNSW_WIDTH = 128  # candidates while building and while searching; more is slower and more exact
 
 
 def make_index(blocks: Sequence[np.ndarray], kind: str = "flat") -> faiss.Index:
-    """Index blocks of float32 vectors, each [rows, dimension], by inner product."""
+    """Index blocks of float32 vectors, each (rows, dimension), by inner product."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind of index {kind!r}: one of {', '.join(KINDS)}")
     index = faiss.index_factory(blocks[0].shape[1], KINDS[kind], faiss.METRIC_INNER_PRODUCT)
@@ -44,7 +45,7 @@ def make_index(blocks: Sequence[np.ndarray], kind: str = "flat") -> faiss.Index:
         # Candidates that a new vector is compared with before it is linked.
         index.hnsw.efConstruction = HNSW_WIDTH
     if not index.is_trained:  # sq8 has to know the range of each component
-        step = -(-sum(len(block) for block in blocks) // TRAINING_ROWS)  # rounded up
+        step = -(-sum(len(block) for block in blocks) // TRAINING_ROWS)  # every step-th, rounded up
         index.train(np.concatenate([block[::step] for block in blocks]))
     # Block by block: memory-mapped blocks are then never in memory together.
     for block in blocks:
@@ -63,8 +64,9 @@ def build_index(
 ) -> Path:
     """Encode `corpus` in blocks of passages, index it, write `path` and `path`.json; return `path`.
 
-    A build that was stopped goes on after its last finished block if corpus, encoder and block size
-    are the same; otherwise it starts anew. `progress(done, total)` is called after each block.
+    If corpus, encoder and block size are the same, a stopped build goes on after its last finished
+    block; otherwise it starts anew. `progress(done, total)` is called after each block, with
+    numbers of passages.
     """
     path = Path(path)
     scratch = path.with_name(f"{path.name}.{_encoding_key(corpus, encoder, block)}.blocks")
@@ -74,6 +76,7 @@ def build_index(
         file = scratch / f"{start:012d}.npy"
         if not file.exists():
             vectors = encoder.encode_passages([passage.contents for passage in passages])
+            # Whole or not at all: a half-written block would pass for a finished one.
             with replacing(file) as aside, aside.open("wb") as stream:
                 np.save(stream, vectors)
         files.append(file)
@@ -91,7 +94,7 @@ def build_index(
 
 
 def _encoding_key(corpus: Corpus, encoder: Encoder, block: int) -> str:
-    """What the encoded blocks of a build depend on.
+    """A hash of what the encoded blocks of a build depend on.
 
     The size stands for the content of the corpus: reading 14 GB only to hash them takes minutes.
     """
@@ -113,7 +116,7 @@ def open_index(path: str | Path, *, encoder: Encoder, mmap: bool = False) -> fai
     try:
         index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC if mmap else 0)
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[-1]
+        reason = str(error).strip().splitlines()[-1]  # one line will do in a message
         raise RetrievalError(
             f"{path}: not a readable FAISS index ({reason}); build or download it again"
         ) from error
@@ -126,6 +129,7 @@ def open_index(path: str | Path, *, encoder: Encoder, mmap: bool = False) -> fai
                 f"{path}: built with the encoder {made_by!r}, but queries would be encoded with"
                 f" {encoder.name!r}; use the same"
             )
+    # FAISS's default of 16 candidates misses more of the nearest vectors.
     if isinstance(index, faiss.IndexHNSW):
         index.hnsw.efSearch = HNSW_WIDTH
     return index
@@ -138,8 +142,8 @@ def to_gpus(index: faiss.Index) -> faiss.Index:
             "FAISS sees no GPU: install a GPU build of faiss, or search on the CPU (no --gpu)"
         )
     options = faiss.GpuMultipleClonerOptions()
-    options.shard = True
-    options.useFloat16 = True
+    options.shard = True  # each GPU holds a part of the rows, not a copy of all
+    options.useFloat16 = True  # half of the memory
     return faiss.index_cpu_to_all_gpus(index, co=options)
 
 

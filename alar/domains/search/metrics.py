@@ -1,8 +1,8 @@
 """Exact match in the order of the SQuAD v1.1 evaluation script (Rajpurkar et al., 2016).
 
 One function serves the reward, the filter of teacher traces and the evaluation. The order matters:
-punctuation goes before the articles, so that "A-ha" equals "Aha" and "U.S.A." equals "USA"; in the
-other order the "A" of "A-ha" would be taken for an article.
+punctuation is removed before the articles, so "A-ha" equals "Aha" and "U.S.A." equals "USA". In the
+other order, the "A" of "A-ha" would pass for an article.
 """
 
 import re
@@ -19,15 +19,15 @@ def normalize_answer(text: str) -> str:
     >>> normalize_answer("The  U.S.A.!")
     'usa'
     """
-    text = text.lower().translate(_PUNCTUATION)
+    text = text.lower().translate(_PUNCTUATION)  # before the articles, see above
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 
 def exact_match(prediction: str | None, golds: str | Iterable[str]) -> bool:
     """Whether `prediction` equals any of `golds` (one string or several) after normalisation.
 
-    A prediction that is None (no answer was given) or that normalises to nothing is wrong, even
-    where a gold answer normalises to nothing: an empty answer is never rewarded.
+    A prediction is wrong if it is None (no answer was given) or normalises to nothing. That holds
+    even if a gold answer normalises to nothing: an empty answer is never rewarded.
 
     >>> exact_match("Aha", ["A-ha", "a-ha band"])
     True

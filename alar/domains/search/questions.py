@@ -9,9 +9,9 @@
 
 Hard turns compare, add or subtract digit by digit (`alar.domains.arithmetic`).
 
-The chains of thought are what the embedded base model is pretrained on; they use only what the
-passages say. Splits: training and validation ask about counterfactual worlds, the test about the
-real one (`test_questions`).
+The embedded base model is pretrained on the chains of thought. They use only what the passages say.
+Training and validation ask about counterfactual worlds, the test asks about the real one
+(`test_questions`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from alar.domains.search.world import REAL, Territory, World, world
 from alar.records import Question, Solved, Step
 
 TYPES = ("single", "bridge", "comparison", "arithmetic")
-FIRST_VALIDATION_WORLD = 1_000_000  # counterfactual worlds from here on are never trained on
+# No stage trains on the counterfactual worlds from this number up to the next.
+FIRST_VALIDATION_WORLD = 1_000_000
 # The base model has worlds of its own, apart from those of every later stage.
 FIRST_PRETRAINING_WORLD = 2_000_000
-SHARE_COLUMNS = 2  # of a sum of two language shares, at most 100 each
-YEAR_COLUMNS = 3  # of a difference of two years: the thousands cancel
+SHARE_COLUMNS = 2  # columns of a sum of two language shares, which are at most 100 each
+YEAR_COLUMNS = 3  # columns of a difference of two years: the thousands cancel
 
+# attribute → ways to ask for it; {0} is a territory.
 _ATTRIBUTES = {
     "currency": (
         "Which currency is used in {0}",
@@ -49,6 +51,7 @@ _ATTRIBUTES = {
         "What do most people in {0} speak",
     ),
 }
+# attribute → what the chain of thought calls it
 _WANTED = {
     "currency": "the currency",
     "year": "the year of the currency",
@@ -59,12 +62,15 @@ _CITY = (
     "Which territory does {0} belong to",
     "Where is the city of {0}",
 )
+# A city stands for its territory: this makes a bridge of any attribute's question.
 _HOME = ("the territory of {0}", "the territory where {0} is", "the territory that {0} belongs to")
+# {0} is "earlier" or "later", {1} and {2} are territories.
 _COMPARE = (
     "Which adopted its currency {0}, {1} or {2}",
     "Was the currency adopted {0} in {1} or in {2}",
     "Of {1} and {2}, which adopted its currency {0}",
 )
+# {0} is the territory with the later year.
 _GAP = (
     "How many years after {1} did {0} adopt its currency",
     "By how many years does the currency of {0} follow the currency of {1}",
@@ -83,13 +89,13 @@ def compare_text(a: int, b: int) -> str:
     for place, left, right in zip(("", "hundreds ", "tens ", "ones "), str(a), str(b)):
         sign = "=" if left == right else ">" if left > right else "<"
         parts.append(f"{place}{left}{sign}{right}")
-        if sign != "=":
+        if sign != "=":  # the first digits that differ decide
             break
     return f"{', '.join(parts)}, so {a}{'>' if a > b else '<'}{b}"
 
 
 def _lookup(territory: Territory, attribute: str) -> tuple[str, str, str]:
-    """(query, sentence that reads the passage, answer) of one attribute of a territory."""
+    """(query, sentence that reads the passage, answer) for one attribute of a territory."""
     name = territory.name
     if attribute == "currency":
         answer = territory.currency
@@ -104,6 +110,7 @@ def _lookup(territory: Territory, attribute: str) -> tuple[str, str, str]:
 def _solved(
     facts: World, kind: str, text: str, answer: str, hard: tuple[int, ...], steps: list[Step]
 ) -> Solved:
+    # From world and text, so that a question drawn twice has one id and is kept once.
     identity = hashlib.sha256(f"{facts.name}|{text}".encode()).hexdigest()[:16]
     return Solved(Question(identity, text + "?", (answer,), kind, hard, facts.name), tuple(steps))
 
@@ -113,6 +120,7 @@ def sample_question(facts: World, kind: str, rng: random.Random) -> Solved:
     if kind not in TYPES:
         raise ValueError(f"unknown question type {kind!r}: expected one of {', '.join(TYPES)}")
     while True:
+        # Both phrases are drawn for every kind, also where they are not used.
         opening = rng.choice(("I need", "The question asks for"))
         reading = rng.choice(("The passage says that", "I read that"))
         if kind == "single" and rng.random() < 0.25:
@@ -123,7 +131,7 @@ def sample_question(facts: World, kind: str, rng: random.Random) -> Solved:
             solved = _sum_question(facts, rng, opening)
         else:
             solved = _years_question(facts, kind, rng)
-        if solved is not None:  # otherwise the draw does not fit the facts, and another is made
+        if solved is not None:  # None: the draw does not fit the facts, so draw again
             return solved
 
 
@@ -139,7 +147,7 @@ def _city_question(facts: World, rng: random.Random, opening: str, reading: str)
 def _attribute_question(
     facts: World, kind: str, rng: random.Random, opening: str, reading: str
 ) -> Solved | None:
-    """One attribute of a territory, which is named ("single") or to be found by a city ("bridge").
+    """One attribute of a territory. The question names it ("single") or a city in it ("bridge").
 
     None for the language of a territory whose languages are not known.
     """
@@ -177,6 +185,7 @@ def _sum_question(facts: World, rng: random.Random, opening: str) -> Solved | No
     last = f"The shares are {a} and {b}. {add_text(a, b, SHARE_COLUMNS)}."
     steps = [Step(first, "search", query), Step(last, "answer", str(a + b))]
     text = rng.choice(_SUM).format(territory.name)
+    # The second turn adds, so turn 1 (counted from 0) is the hard one.
     return _solved(facts, "arithmetic", text, str(a + b), (1,), steps)
 
 
@@ -186,7 +195,7 @@ def _years_question(facts: World, kind: str, rng: random.Random) -> Solved | Non
     if one.since == two.since:
         return None
     if kind == "arithmetic" and one.since < two.since:
-        one, two = two, one
+        one, two = two, one  # the later year first: differences are positive
     query, other_query = f"{one.name} currency", f"{two.name} currency"
     first = f"I need the years of {one.name} and of {two.name}. I look up {query}."
     second = f"{one.name} has {one.since}. Now I look up {other_query}."
@@ -210,7 +219,7 @@ def _years_question(facts: World, kind: str, rng: random.Random) -> Solved | Non
         text = rng.choice(_GAP).format(one.name, two.name)
         answer = str(one.since - two.since)
     steps.append(Step(thought, "answer", answer))
-    return _solved(facts, kind, text, answer, (2,), steps)
+    return _solved(facts, kind, text, answer, (2,), steps)  # after two searches
 
 
 def solved_questions(
@@ -221,7 +230,7 @@ def solved_questions(
     The same arguments always give the same list.
     """
     rng, facts = random.Random(f"{world_name} {seed}"), world(world_name)
-    drawn: dict[str, Solved] = {}
+    drawn: dict[str, Solved] = {}  # question id → question
     while len(drawn) < count:
         solved = sample_question(facts, types[len(drawn) % len(types)], rng)
         drawn.setdefault(solved.question.id, solved)
@@ -233,7 +242,7 @@ def training_questions(
 ) -> list[Question]:
     """Questions spread evenly over `worlds` counterfactual worlds that `seed` chooses.
 
-    `types` come in turn; without `types`, all of them.
+    `types` come in turn; without `types`, all types come.
     """
     # Up to 1000 worlds of one seed, apart from those of any other.
     names = [f"counterfactual-{1000 * seed + number}" for number in range(worlds)]
@@ -241,8 +250,10 @@ def training_questions(
 
 
 def validation_questions(count: int, *, worlds: int = 2, seed: int = 0) -> list[Question]:
-    """Questions about counterfactual worlds that no stage trains on; for early stopping, never for
-    results."""
+    """Questions about counterfactual worlds that no stage trains on.
+
+    They are for early stopping, never for results.
+    """
     names = [f"counterfactual-{FIRST_VALIDATION_WORLD + number}" for number in range(worlds)]
     return _spread(names, count, seed)
 
@@ -252,7 +263,7 @@ def _spread(
 ) -> list[Question]:
     questions = []
     for row, name in enumerate(names):
-        share = count // len(names) + (row < count % len(names))
+        share = count // len(names) + (row < count % len(names))  # the first worlds take the rest
         solved = solved_questions(name, share, seed, types)
         questions += [item.question for item in solved]
     return questions
@@ -261,8 +272,8 @@ def _spread(
 def test_questions(count: int | None = None) -> list[Question]:
     """The first `count` questions of the fixed test split over the real world; by default all.
 
-    The split is what 3000 draws per type contain, ordered by the hash in the id. The types
-    alternate, so that any prefix is balanced.
+    The split holds the distinct questions of 3000 draws per type, ordered by the hash in the id.
+    The types alternate, so any prefix is balanced.
     """
     split = _test_split()
     if count is not None and count > len(split):
@@ -274,10 +285,11 @@ def test_questions(count: int | None = None) -> list[Question]:
 
 @lru_cache(maxsize=1)
 def _test_split() -> tuple[Question, ...]:
-    by_type = []
+    by_type = []  # per type, its distinct questions in order of id
     for kind in TYPES:
         rng = random.Random(f"test split {kind}")
         drawn = [sample_question(world(REAL), kind, rng).question for _ in range(3000)]
         distinct = {question.id: question for question in drawn}
         by_type.append([distinct[identity] for identity in sorted(distinct)])
+    # `zip` ends with the type that has the fewest distinct questions.
     return tuple(question for row in zip(*by_type) for question in row)

@@ -1,9 +1,9 @@
 """Dense retrieval: an encoder and a FAISS inner-product index behind `search(queries, k)`.
 
-`Retriever` serves passages in memory (the embedded world) as well as a corpus on disk with an index
+`Retriever` serves passages in memory (the embedded world), and also a corpus on disk with an index
 that was built before (`alar.domains.search.index`). Two things are deliberate. Passages with equal
 scores come in corpus order, whatever FAISS makes of the tie, so that two runs read the same
-observations. A query without any known word finds nothing instead of the first passages.
+observations. A query without any known word finds nothing; it does not find the first passages.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from alar.domains.search.index import make_index, open_index, to_gpus
 
 # BLAS sums in another order for another batch size; scores closer than this are the same score.
 TIE = 1e-6
-# TF-IDF vectors are dense and in memory: 8 KB a passage.
+# Passages. TF-IDF vectors are dense and in memory: 2048 float32 are 8 KB a passage.
 LARGEST_TFIDF_CORPUS = 200_000
 
 
@@ -34,7 +34,7 @@ class Retriever:
     """Encode queries, search the index, return passages.
 
     `passages` may be any sequence of `Passage`; row i of `index` belongs to `passages[i]`. Without
-    `index` the passages are encoded now into an exact index (`faiss.IndexFlatIP`).
+    `index`, the passages are encoded now into an exact index (`faiss.IndexFlatIP`).
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Retriever:
             refuse_duplicate_ids(passages)
             vectors = encoder.encode_passages([passage.contents for passage in passages])
             index = make_index([vectors])
+        # An index of another corpus would answer with wrong passages and no error.
         if index.ntotal != len(passages):
             raise RetrievalError(
                 f"the index has {index.ntotal} rows but the corpus{_path_of(passages)} has"
@@ -59,11 +60,11 @@ class Retriever:
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """The best k passages of each query, best first.
 
-        There are fewer than k where the corpus is smaller, or where the others score at most the
+        There are fewer than k if the corpus is smaller, or if the other passages score at most the
         encoder's `min_score` (for TF-IDF: they share no word with the query). A query that encodes
         to zero finds none.
         """
-        if isinstance(queries, str):
+        if isinstance(queries, str):  # also a sequence of strings: its characters
             raise TypeError("queries must be a list of strings, not one string")
         if k < 1:
             raise ValueError(f"k must be at least 1, got {k}")
@@ -75,7 +76,7 @@ class Retriever:
                 f"the encoder makes vectors of dimension {vectors.shape[1]} but the index holds"
                 f" {self.index.d}: use the encoder that the index was built with"
             )
-        answered = np.flatnonzero(np.abs(vectors).max(axis=1) > 0)
+        answered = np.flatnonzero(np.abs(vectors).max(axis=1) > 0)  # indices of queries
         hits: list[list[Hit]] = [[] for _ in queries]
         for query, rows in zip(answered, self._ranked(vectors[answered], k), strict=True):
             hits[query] = [Hit(self.passages[row], score) for row, score in rows]
@@ -84,20 +85,21 @@ class Retriever:
     def _ranked(self, vectors: np.ndarray, k: int) -> list[list[tuple[int, float]]]:
         """The top k (row, score) of each vector.
 
-        More candidates are fetched until all rows that tie with the one at place k are among them.
+        It fetches more candidates until all rows that tie with the one at place k are among them.
         """
         ranked: list[list[tuple[int, float]]] = [[] for _ in vectors]
-        pending = np.arange(len(vectors))
-        fetch = k + 8
+        pending = np.arange(len(vectors))  # vectors that need more candidates
+        fetch = k + 8  # a few more than k: most ties are then settled in one search
         while len(pending):
             fetch = min(fetch, self.index.ntotal)
             scores, rows = self.index.search(vectors[pending], fetch)  # both (pending, fetch)
             unfinished = []
             for query, row_scores, row_ids in zip(pending, scores, rows, strict=True):
-                # Approximate indexes pad with row -1.
+                # Approximate indexes pad with row −1 when they find fewer than `fetch`.
                 found = (row_ids >= 0) & (row_scores > self.encoder.min_score)
                 row_scores, row_ids = row_scores[found], row_ids[found]
                 more_exist = len(row_ids) == fetch < self.index.ntotal
+                # The last candidate still ties with place k, so rows beyond it may tie too.
                 if more_exist and row_scores[k - 1] - row_scores[-1] <= TIE:
                     unfinished.append(query)
                 else:
@@ -108,14 +110,14 @@ class Retriever:
 
 
 def _in_corpus_order(scores: np.ndarray, rows: np.ndarray) -> list[tuple[int, float]]:
-    """(row, score) with rows ascending within each run of tied scores; a run has its best score.
+    """(row, score) with rows ascending within each run of tied scores.
 
-    `scores` descend; both arrays are one-dimensional and of one length.
+    All of a run get its best score. `scores` descend; both arrays are (candidates,).
     """
     # Number of the run that each score belongs to: a new run begins where the score drops.
     run = np.cumsum(np.diff(scores, prepend=scores[:1]) < -TIE) if len(scores) else scores
-    order = np.lexsort((rows, run))
-    starts = np.searchsorted(run, run)
+    order = np.lexsort((rows, run))  # by run, then by row
+    starts = np.searchsorted(run, run)  # where the run of each candidate begins
     return [(int(rows[i]), float(scores[starts[i]])) for i in order]
 
 
@@ -137,10 +139,10 @@ def open_retriever(
 ) -> Searcher:
     """A retriever as the `retrieval` parameters describe it.
 
-    "tfidf": `passages`, or all of a small `corpus` file, indexed now. "e5": `passages` encoded now,
-    or `corpus` and `index` files. "http": the server at `url`. `mmap` leaves the index file on
-    disk, `gpu` moves the index to the GPUs. Raises RetrievalError that says what is missing, and
-    ValueError for an unknown backend.
+    "tfidf" indexes `passages`, or all of a small `corpus` file, now. "e5" encodes `passages` now,
+    or opens `corpus` and `index` files. "http" asks the server at `url`. `mmap` leaves the index
+    file on disk, `gpu` moves the index to the GPUs. Raises a RetrievalError that says what is
+    missing, and ValueError for an unknown backend.
     """
     if backend == "http":
         return HTTPRetriever(url)

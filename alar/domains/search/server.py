@@ -1,4 +1,4 @@
-"""Retrieval over HTTP with the protocol of Search-R1's server, which verl and vLLM rollouts call.
+"""Retrieval over HTTP in the protocol of Search-R1's server, which verl and vLLM rollouts call.
 
     python -m alar.domains.search.server --corpus wiki-18.jsonl --index e5_Flat.index --port 8000
 
@@ -6,7 +6,7 @@
 `{"result": [[{"document": {"id", "contents"}, "score"}, ...], ...]}`, one list per query. Without
 scores the lists hold the documents themselves. `GET /health` answers once the index is loaded.
 
-Encoding takes the time, not searching, and it is cheaper for many queries at once: requests that
+Encoding takes longer than searching, and it is cheaper for many queries at once. So requests that
 arrive together share one call of the retriever (`SearchBatcher`).
 """
 
@@ -33,19 +33,20 @@ class RetrieveRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     queries: list[str]
-    topk: Annotated[int, Field(ge=1, le=1000)] | None = None
+    topk: Annotated[int, Field(ge=1, le=1000)] | None = None  # None: the server's `--topk`
     return_scores: bool = False
 
 
 class SearchFailed(RuntimeError):
-    """The search that served a request together with others raised; the message is its cause."""
+    """The search that served this request, maybe with others, failed. The message is the cause."""
 
 
 class SearchBatcher:
     """Merges concurrent searches into one call of the retriever, in a thread, one call at a time.
 
-    A batch closes `max_wait` seconds after its first request, or with `max_batch` queries. While a
-    call runs, the next batch fills. A request is never split.
+    A batch closes `max_wait` seconds after its first request, or as soon as it has `max_batch`
+    queries. A request is never split, so a batch may hold more. While a call runs, requests wait
+    for the next batch.
     """
 
     def __init__(self, retriever: Searcher, max_batch: int, max_wait: float):
@@ -66,25 +67,25 @@ class SearchBatcher:
         while True:
             batch = await self._next_batch()
             queries = [query for asked, _, _ in batch for query in asked]
-            largest = max(k for _, k, _ in batch)
+            largest = max(k for _, k, _ in batch)  # each request keeps its own first k
             try:
                 # In a thread, so that requests of the next batch are accepted meanwhile.
                 hits = await asyncio.to_thread(self.retriever.search, queries, largest)
             except Exception as error:
-                # Any failure is that of these requests only: the server goes on.
+                # A failure concerns these requests only: the server goes on.
                 for _, _, future in batch:
                     if not future.done():
                         future.set_exception(SearchFailed(f"{type(error).__name__}: {error}"))
                 continue
-            start = 0
+            start = 0  # of this request's queries in `hits`
             for asked, k, future in batch:
                 own = hits[start : start + len(asked)]
                 start += len(asked)
-                if not future.done():  # cancelled where the client has left
+                if not future.done():  # it is cancelled if the client has left
                     future.set_result([found[:k] for found in own])
 
     async def _next_batch(self) -> list[tuple[list[str], int, asyncio.Future]]:
-        batch = [await self._queue.get()]
+        batch = [await self._queue.get()]  # an idle server waits here, without a limit
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.max_wait):
                 while sum(len(queries) for queries, _, _ in batch) < self.max_batch:
@@ -97,14 +98,14 @@ def create_app(
 ) -> FastAPI:
     """The server around any retriever with `search(queries, k)` and `passages`.
 
-    Invalid requests get status 422 with the field and the reason, a failed search gets 500 with its
-    cause.
+    An invalid request gets status 422 with the field and the reason. A failed search gets status
+    500 with its cause. `max_wait` is in seconds.
     """
     batcher = SearchBatcher(retriever, max_batch, max_wait)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI):
-        worker = asyncio.create_task(batcher.run())
+        worker = asyncio.create_task(batcher.run())  # kept in a name, or it may be collected
         yield
         worker.cancel()
 
@@ -177,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         retriever,
         default_topk=options.topk,
         max_batch=options.max_batch,
-        max_wait=options.max_wait / 1000,
+        max_wait=options.max_wait / 1000,  # milliseconds → seconds
     )
     uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
     return 0

@@ -1,4 +1,4 @@
-"""Scorers: is a predicted answer one of the accepted ones? And where solutions state their answer.
+"""Scorers: is a predicted answer one of the accepted ones? Also: the answer stated in a solution.
 
     numeric   GSM8K: equal as rationals; `$`, `%`, thousands separators and units do not count
     math      MATH: equal after the usual clean-up of LaTeX, or as mathematics (`math-verify`)
@@ -19,10 +19,11 @@ from fractions import Fraction
 from alar.domains.search.metrics import exact_match
 
 Scorer = Callable[[str, Sequence[str]], bool]
-# Seconds for one comparison: so many that a verdict does not depend on the load of the machine.
+# Seconds for one comparison, so many that a busy machine does not change a verdict.
 PATIENCE = 30
-# Characters of an answer that are read: no gold answer is longer, and parsing may take time.
+# Only so many characters of an answer are read: no gold answer is longer, and parsing takes time.
 LONGEST = 400
+# `1,234.5`, `3/4`, `-.5`: thousands separators, decimals and fractions.
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?|[-+]?\.\d+")
 _LETTERS = (
     re.compile(r"answer\s+is\s*:?\s*\(?([A-J])\b", re.IGNORECASE),
@@ -31,7 +32,7 @@ _LETTERS = (
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{…}` or `\fbox{…}` of a text holds; None without one that is closed.
+    r"""What the last `\boxed{…}` or `\fbox{…}` of a text holds; None if it is absent or not closed.
 
     >>> last_boxed(r"so \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -40,7 +41,7 @@ def last_boxed(text: str) -> str | None:
     if start < 0:
         return None
     begin = text.index("{", start) + 1
-    depth = 1
+    depth = 1  # of open braces: the content may hold braces of its own
     for place in range(begin, len(text)):
         depth += {"{": 1, "}": -1}.get(text[place], 0)
         if depth == 0:
@@ -49,7 +50,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def after_hashes(text: str) -> str | None:
-    """The line after the last `####`, GSM8K's mark of the final answer; None without the mark."""
+    """The line after the last `####`, with which GSM8K marks the final answer; None without it."""
     _, mark, rest = text.rpartition("####")
     found = rest.strip().split("\n")[0].strip() if mark else ""
     return found or None
@@ -75,11 +76,12 @@ def stated_answer(text: str) -> str | None:
 def number_in(text: str) -> Fraction | None:
     """The only number in an answer, which may have a currency sign, a unit or words around it.
 
-    None where there is no number, or more than one.
+    None if there is no number, or more than one.
 
     >>> number_in("$1,234.50 dollars")
     Fraction(2469, 2)
     """
+    # Without percent signs and LaTeX's `{,}` between thousands.
     found = _NUMBER.findall(re.sub(r"(?<=\d)\s*\\?%", " ", text[:LONGEST]).replace("{,}", ","))
     if len(found) != 1:
         return None
@@ -103,7 +105,7 @@ def score_letter(prediction: str, accepted: Sequence[str]) -> bool:
 
 
 def score_mathematics(prediction: str, accepted: Sequence[str]) -> bool:
-    """MATH's score: the clean-up decides cheaply where it can, `math-verify` where it cannot."""
+    """MATH's score: the cheap clean-up decides if it can, and `math-verify` if it cannot."""
     answer = stated_answer(prediction) or prediction.strip()
     if not answer or len(answer) > LONGEST:
         return False
@@ -111,9 +113,9 @@ def score_mathematics(prediction: str, accepted: Sequence[str]) -> bool:
 
 
 def clean_latex(text: str) -> str:
-    r"""One spelling for what MATH's own script takes as equal.
+    r"""One spelling for all answers that MATH's own script takes as equal.
 
-    That covers sizes, spaces, units, signs, `\frac12`, `.5` and a leading `x =`.
+    It unifies sizes, spaces, units, signs, `\frac12`, `.5` and a leading `x =`.
 
     >>> clean_latex(r"x = \dfrac12\text{ cm}")
     '\\frac{1}{2}'

@@ -8,8 +8,9 @@
     brief  47+85: ones 7+5=12, tens 4+8+1=13, so 132
 
 (In a full chain the first two lines are one.) Both are right. The brief one leaves out words, never
-a step of the computation: concise self-training should find it. Kinds: sum, difference and
-two_steps (a sum, then a difference). Splits share words, but no numbers of a problem.
+a step of the computation: concise self-training should find it. The kinds are sum, difference and
+two_steps (a sum, then a difference). The splits share words, but no problem has the same numbers in
+both.
 """
 
 from __future__ import annotations
@@ -29,36 +30,36 @@ _THINGS = ("pens", "apples", "cards", "coins", "books", "shells", "stamps", "mar
 
 @dataclass(frozen=True)
 class Problem:
-    """One word problem; `chains` holds a chain of thought for every style."""
+    """One word problem with a chain of thought for every style."""
 
     kind: str
     question: str
     answer: int
-    chains: dict[str, str]
+    chains: dict[str, str]  # style → chain of thought
 
     def row(self, style: str = "full") -> dict[str, str]:
         """The problem as GSM8K would write it."""
         return {
             "question": self.question,
             "answer": f"{self.chains[style]}\n#### {self.answer}",
-            "subject": self.kind,
+            "subject": self.kind,  # not a column of GSM8K: for tables by kind
         }
 
 
 def problems(split: str, seed: int = 0) -> Iterator[Problem]:
-    """An endless stream, the kinds in turn; the same arguments always give the same one."""
+    """An endless stream, the kinds in turn; the same arguments always give the same stream."""
     rng, number = random.Random(f"arithmetic {split} {seed}"), 0
     while True:
         kind = KINDS[number % len(KINDS)]
         values = _values(kind, rng)
-        if _split_of(kind, values) == split:
+        if _split_of(kind, values) == split:  # otherwise the same kind is drawn again
             number += 1
             yield _problem(kind, values, rng.choice(_NAMES), rng.choice(_THINGS))
 
 
 def rows(split: str, count: int, seed: int = 0, style: str = "full") -> list[dict[str, str]]:
     """`count` distinct problems as rows of GSM8K's columns, with an id."""
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[str, str]] = {}  # question → row
     for problem in problems(split, seed):
         row = problem.row(style) | {"id": f"{problem.kind}-{len(found)}"}
         found.setdefault(problem.question, row)
@@ -68,20 +69,21 @@ def rows(split: str, count: int, seed: int = 0, style: str = "full") -> list[dic
 
 def _split_of(kind: str, values: tuple[int, ...]) -> str:
     """The split that a combination of numbers belongs to; one in five is for the test."""
+    # CRC32 is the same in every process; Python's `hash` is not.
     return "test" if zlib.crc32(f"{kind} {values}".encode()) % 5 == 0 else "train"
 
 
 def _values(kind: str, rng: random.Random) -> tuple[int, ...]:
     a, b = rng.randint(11, 99), rng.randint(11, 99)
     if kind == "difference":
-        return (max(a, b), min(a, b))
+        return (max(a, b), min(a, b))  # nobody can give away more than there is
     if kind == "two_steps":
         return (a, b, rng.randint(11, min(99, a + b)))
     return (a, b)
 
 
 def _problem(kind: str, values: tuple[int, ...], name: str, things: str) -> Problem:
-    a, b, c = (*values, 0)[:3]
+    a, b, c = (*values, 0)[:3]  # only two_steps has a third number
     if kind == "difference":
         answer, steps = a - b, subtract_text(a, b)
         text = f"{name} has {a} {things} and gives away {b}."

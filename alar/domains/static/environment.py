@@ -1,4 +1,4 @@
-"""Answer datasets as an environment: the only action is the answer, and questions name a scorer."""
+"""Answer datasets as an environment: the answer is the only action, and questions name a scorer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from alar.records import Observation, Question, Trajectory
 class StaticEnvironment:
     """`form` is "tagged" or "raw" (`alar.domains.static.forms`).
 
-    Give the loop `max_turns=1`: with more turns the policy may try again after a malformed one.
+    Give the loop `max_turns=1`. With more turns the policy may try again after a malformed one.
     """
 
-    final = ("answer",)
+    final = ("answer",)  # the action that ends a trajectory
 
     def __init__(self, form: str = "tagged"):
         if form not in FORMS:

@@ -1,11 +1,11 @@
-"""How a single turn on an answer dataset looks, as a `Form` of the agent loop.
+"""What a single turn on an answer dataset looks like, as a `Form` of the agent loop.
 
     tagged   <think>text</think>\\n\\n<answer>18</answer>
     raw      text … The answer is 18.<|im_end|>
 
 `tagged` is the search domain's form with another instruction and no search; latent blocks are
-possible. `raw` has no tags, as papers on GSM8K and MATH write it: the whole text is the chain of
-thought, and the answer is found in it (`alar.domains.static.answers.stated_answer`).
+possible. `raw` has no tags, as in papers on GSM8K and MATH. The whole text is the chain of thought,
+and `alar.domains.static.answers.stated_answer` finds the answer in it.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ class RawForm:
 
     opening = ""
     closing = Trusted("<|im_end|>")
-    stop = ()
+    stop = ()  # no text ends a turn, only the policy's own `<|im_end|>`
 
     def prompt(self, question) -> Sequence[str]:
         return chat_turn(f"{RAW_INSTRUCTION}\nQuestion: {question.text}\n")
 
     def observation(self, text: str) -> Sequence[str]:
+        # The assistant's turn is closed, then the user speaks again.
         return Trusted("<|im_end|>"), *chat_turn(text, opened=Trusted("\n<|im_start|>user\n"))
 
     def invalid(self, problem: str) -> str:
@@ -61,6 +62,7 @@ class RawForm:
         answer, reasoning = stated_answer(text), text.strip()
         if answer is None:
             return Turn("think", reasoning, None, "", False, "no stated answer", reasoning)
+        # All of the text counts as reasoning, the sentence with the answer too.
         return Turn("think", reasoning, "answer", answer, True, "", reasoning)
 
     def action(self, name: str, argument: str) -> str:

@@ -7,8 +7,8 @@
 | mmlu | question, choices, answer: 0–3 or A–D | subject | letter |
 | metamathqa | query, response that ends in `The answer is: 18` | type | math |
 
-A *format* is a processor (row → question text, accepted answers, solution) with a scorer; `FORMATS`
-is a plain dict to which others can be added. Every broken row is an error that names file, row and
+A *format* is a processor (row → question text, accepted answers, solution) with a scorer. `FORMATS`
+is a plain dict; others can be added to it. Every broken row is an error that names file, row and
 column: a silently dropped question would change a published number.
 """
 
@@ -24,23 +24,23 @@ from alar.domains.static import arithmetic
 from alar.domains.static.answers import SCORERS, after_hashes, last_boxed, stated_answer
 from alar.records import Question
 
-LETTERS = "ABCDEFGHIJ"
+LETTERS = "ABCDEFGHIJ"  # MMLU has four choices; sets of its kind have up to ten
 EMBEDDED = "arithmetic"  # the set that is generated here, in GSM8K's format
 
 
 @dataclass(frozen=True)
 class Processed:
-    """One row, understood. `solution` is the published chain of thought, "" where there is none."""
+    """What a processor reads from one row."""
 
-    text: str
-    answers: tuple[str, ...]
-    solution: str = ""
+    text: str  # the question
+    answers: tuple[str, ...]  # accepted ones
+    solution: str = ""  # the published chain of thought
     subject: str = ""
 
 
 @dataclass(frozen=True)
 class Format:
-    """`columns` must be there; the processor may read others. `scorer` is in `answers.SCORERS`."""
+    """Rows must have `columns`; `process` may read others. `scorer` is in `answers.SCORERS`."""
 
     columns: tuple[str, ...]
     process: Callable[[dict], Processed]
@@ -64,6 +64,7 @@ def read_gsm8k(row: dict) -> Processed:
     if gold is None:
         raise ValueError(f"answer: no `####` with the final answer in {row['answer'][-60:]!r}")
     chain = row["answer"].rpartition("####")[0].strip()
+    # GSM8K writes some answers with separators: 1,200.
     return Processed(row["question"], (gold.replace(",", ""),), chain, _text(row, "subject"))
 
 
@@ -83,8 +84,10 @@ def read_mmlu(row: dict) -> Processed:
     if not listed or not 2 <= len(choices) <= len(LETTERS):
         raise ValueError(f"choices: expected 2 to {len(LETTERS)} texts, got {choices!r:.80}")
     names = LETTERS[: len(choices)]
+    # A letter becomes its number; one that is no choice becomes −1, an error below.
     if isinstance(gold, str) and gold.strip():
         gold = names.find(gold.strip().upper())
+    # A bool is not a choice, although Python counts it as an int.
     if type(gold) is not int or not 0 <= gold < len(choices):
         raise ValueError(
             f"answer: expected a number below {len(choices)} or a letter of {names}, got"
@@ -103,12 +106,14 @@ def read_metamathqa(row: dict) -> Processed:
     return Processed(row["query"], (gold,), chain, _text(row, "type"))
 
 
+# name → format
 FORMATS = {
     "gsm8k": Format(("question", "answer"), read_gsm8k, "numeric"),
     "math": Format(("problem", "solution"), read_math, "math"),
     "mmlu": Format(("question", "choices", "answer"), read_mmlu, "letter"),
     "metamathqa": Format(("query", "response"), read_metamathqa, "math"),
 }
+# Name of a set, as `static.sets` and `load_questions` take it → where it is.
 PUBLISHED = {
     "gsm8k": Published("openai/gsm8k", "main", "gsm8k", size=1319),
     "math": Published("nlile/hendrycks-MATH-benchmark", None, "math", size=500),
@@ -128,11 +133,11 @@ def load_questions(
 ) -> list[Question]:
     """A set's questions: a published name, "arithmetic", or a .jsonl, .json or .parquet file.
 
-    `split` is "train" or "test"; a file has only itself. `format` names the processor of a file
-    (without it, the one whose columns the file has); `hub` replaces a published set's repository by
-    another id or a local folder. `limit` keeps that many questions, always the same ones (of the
-    arithmetic set: generates so many; all 2000 without it). Question types are the set's or the
-    file's name. Raises DatasetError.
+    `split` is "train" or "test"; a file has no splits and is taken whole. `format` names the
+    processor of a file; without it, the columns of the file decide. `hub` replaces a published
+    set's repository by another id or a local folder. `limit` keeps that many questions, always the
+    same ones; the arithmetic set generates that many, and 2000 without it. The type of a question
+    is the name of its set or file. Raises DatasetError.
     """
     if split not in ("train", "test"):
         raise ValueError(f"split {split!r}: expected train or test")
@@ -158,7 +163,7 @@ def load_questions(
 
 
 def from_rows(rows: Iterable[tuple[str, dict]], name: str, format: Format) -> list[Question]:
-    """(where, row) pairs as questions of type `name`; `where` stands in the errors."""
+    """(where, row) pairs as questions of type `name`; errors name `where`."""
     questions = []
     for number, (where, row) in enumerate(rows):
         missing = [column for column in format.columns if row.get(column) is None]
@@ -169,6 +174,7 @@ def from_rows(rows: Iterable[tuple[str, dict]], name: str, format: Format) -> li
             )
         for column in format.columns:
             value = row[column]
+            # MMLU's choices are a list and its answer may be a number: `read_mmlu` checks both.
             if column not in ("choices", "answer") and not isinstance(value, str):
                 raise DatasetError(f"{where}: {column}: expected a text, got {value!r:.80}")
         try:
@@ -177,6 +183,7 @@ def from_rows(rows: Iterable[tuple[str, dict]], name: str, format: Format) -> li
             raise DatasetError(f"{where}: {error}") from error
         if not found.text.strip():
             raise DatasetError(f"{where}: the question is empty")
+        # What `is_correct` and `subject_of` read again from `Question.details`.
         details = {"scorer": format.scorer, "solution": found.solution, "subject": found.subject}
         written = json.dumps(details, ensure_ascii=False)
         # Rows without an id are numbered.
@@ -197,7 +204,7 @@ def subject_of(question: Question) -> str:
 
 
 def is_correct(prediction: str, question: Question) -> bool:
-    """The verdict of the question's own scorer."""
+    """The verdict of the question's own scorer; exact match if it names none."""
     name = json.loads(question.details)["scorer"] if question.details else "exact"
     if name not in SCORERS:
         raise ValueError(
@@ -220,6 +227,7 @@ def _format(name: str, row: dict, source: str) -> Format:
             f"{source}: the columns {', '.join(map(str, row))} are those of no known format"
             f" ({shapes})"
         )
+    # MMLU's columns contain GSM8K's: the format with the most columns is the right one.
     return FORMATS[max(fitting, key=lambda kind: len(FORMATS[kind].columns))]
 
 
