@@ -1,9 +1,11 @@
 """The house: which room may import which, names that mean one thing, walks, and ruff."""
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections import defaultdict
 from pathlib import Path
 
@@ -118,6 +120,23 @@ def test_the_two_walks_name_functions_that_exist():
             elif isinstance(node, ast.FunctionDef):
                 defined.add(node.name)
         assert name in defined, f"alar/README.md: {file} has no {name}"
+
+
+def test_lines_say_one_thing_and_comments_say_why():
+    """What `alar/README.md` says about density: tokens a code line, comments per 100 code lines."""
+    words = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
+    tokens = comments = code_lines = 0
+    for path in PACKAGE.rglob("*.py"):
+        lines = set()
+        for mark in tokenize.generate_tokens(io.StringIO(path.read_text("utf-8")).readline):
+            within_a_line = mark.start[0] == mark.end[0]  # a docstring of several lines is prose
+            comments += mark.type == tokenize.COMMENT
+            if mark.type in words and within_a_line:
+                tokens += 1
+                lines.add(mark.start[0])
+        code_lines += len(lines)
+    assert tokens / code_lines <= 8.7
+    assert 100 * comments / code_lines >= 8
 
 
 @pytest.mark.parametrize("command", [("check",), ("format", "--check")], ids=["lint", "format"])

@@ -142,8 +142,8 @@ class E5Encoder:
                 " of a downloaded encoder (retrieval.model), or use the embedded backend"
                 " (retrieval.backend: tfidf)"
             ) from error
-        is_decoder = getattr(self._model.config, "is_encoder_decoder", False)
-        if is_decoder or self._tokenizer.pad_token_id is None:
+        has_decoder = getattr(self._model.config, "is_encoder_decoder", False)
+        if has_decoder or self._tokenizer.pad_token_id is None:
             raise RetrievalError(f"{model!r} is not a text encoder; one such as E5 is needed")
         self._model.eval().to(self.device)
 
