@@ -129,16 +129,16 @@ def shaped_rewards(
             if not _usable(outcome):
                 return MALFORMED
             if not outcome.correct:
-                # no s_L: a long text must not soften the penalty
+                # No s_L here: a long text must not soften the penalty.
                 return outcome.worth - alpha * share
             bonus = weight * abs(share - means[outcome.group])  # r_div
             return scale * (outcome.worth + alpha * share) + bonus
         if not outcome.well_formed:
             return MALFORMED
         bonus = weight * abs(share - means[outcome.group])
-        # r_fmt is the worth plus this
+        # r_fmt is the worth plus this.
         signed = alpha * share if outcome.correct else -alpha * share
-        # s_L shrinks a negative sum too, as published
+        # s_L shrinks a negative sum too, as published.
         return scale * (outcome.worth + signed + bonus)
 
     return [reward(outcome) for outcome in outcomes]

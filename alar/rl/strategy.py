@@ -188,7 +188,7 @@ class GroupCredit(Credit):
     norm_by_std: bool = True
 
     def of_trajectories(self, rewards: Sequence[float], groups: Sequence[Hashable]) -> list[float]:
-        # group → 0, 1, … (a tensor holds no strings)
+        # Group → 0, 1, …, because a tensor holds no strings.
         numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
         return group_advantages(
             torch.tensor(rewards),
@@ -247,10 +247,10 @@ class ExploringSampler(Sampler):
         def plan(row: int, turn: int) -> str:
             if not self.explores(row):
                 return "free"
-            # the same for every turn of a row
+            # Seeded by row: every turn of it sees the same plan.
             draw = random.Random(f"explore {self.seed} {step} {row}")
             mode = draw.choice(("think", "latent"))
-            # turn t with probability ½^(t+1)
+            # Turn t with probability ½^(t+1).
             explored = next(number for number in itertools.count() if draw.random() < 0.5)
             return mode if turn == explored else "free"
 
@@ -266,7 +266,7 @@ class ClippedLoss(Loss):
 
     def __call__(self, log_probs, behaviour, advantages):
         everywhere = torch.ones_like(log_probs, dtype=torch.bool)[None]  # (1, tokens)
-        # policy_loss wants (B, T): one row of all tokens
+        # policy_loss wants (B, T): one row of all tokens.
         loss, details = policy_loss(
             log_probs[None], behaviour[None], advantages[None], everywhere, **asdict(self)
         )

@@ -75,14 +75,14 @@ class TrajectorySummary:
 def _tag(trajectory: Trajectory, turn: int, latent: bool | None, codec: Codec) -> tuple[int, int]:
     begin = block_start(trajectory, turn, codec)
     tag = codec.latent_open if latent else codec.think_open
-    # BPE may split the same text into other pieces, and those are no clear choice
+    # The same text in other pieces is not the choice that p(latent) describes.
     written = latent is not None and trajectory.ids[begin : begin + len(tag)] == tag
     return begin, begin + len(tag) if written else begin
 
 
 def own_choices(summaries: Sequence[TrajectorySummary]) -> list[int]:
     """Rows of the trajectories that chose all their modes themselves; all rows where none did."""
-    # forced modes say nothing about the policy
+    # Forced modes say nothing about the policy.
     free = [row for row, summary in enumerate(summaries) if not summary.explorer]
     return free or list(range(len(summaries)))
 
@@ -113,7 +113,7 @@ def rollout_metrics(
     that it visited.
     """
     chosen = [summaries[row] for row in own_choices(summaries)]
-    # (latent, hard) of every turn
+    # Of every turn: (latent, hard).
     turns = [(mode is True, hard) for s in chosen for mode, hard in zip(s.modes, s.hard)]
     entropy, given_state, information = mode_information(
         torch.tensor([p for row in p_latent for p in row])  # (states,)

@@ -93,7 +93,7 @@ def token_logprobs(
     base = _base(model)
     if hasattr(base, "latent_states"):
         cached = batch.latents if latents == "cached" and len(batch.latents) else None
-        # (B, T, H)
+        # hidden (B, T, H); z is computed anew unless recorded ones are given.
         hidden = base.latent_states(batch.ids, batch.attention_mask, latents=cached).hidden
     else:
         output = base.model(batch.ids, batch.attention_mask, use_cache=False)
@@ -246,10 +246,10 @@ class ARGRPO:
         ]
         rewards = reward.rewards(summaries, groups, number, total)
         lengths = [len(t.ids) for t in trajectories]
-        # [trajectory][token]
+        # One list per trajectory, one value per token.
         advantages = credit.advantages(summaries, lengths, rewards, groups, number, total)
         kept = sampler.kept(rewards, groups)
-        # empty where nothing varies: then no update
+        # Empty where no reward varies: then there is no update.
         trained = [row for row, used in enumerate(kept) if used]
         update = {}
         if trained:
@@ -284,7 +284,7 @@ class ARGRPO:
         )
         size = -(-len(order) // config.gradient_accumulation)  # rounded up
         parts = [order[i : i + size] for i in range(0, len(order), size)]
-        # tokens that carry loss, over all parts
+        # Tokens that carry loss, over all parts.
         total = sum(sum(self.carries_loss(t)) for t in trajectories)
         sums = {"loss": 0.0, "kl": 0.0, "clip_fraction": 0.0, "ratio_error": 0.0}
         self.optimizer.zero_grad()
@@ -347,7 +347,7 @@ class ARGRPO:
             if self.done % config.checkpoint_every == 0 or last:
                 self._checkpoint()
         if self.strategy.reward.selects and self.best_weights is not None:
-            # strict=False: only trained weights are kept
+            # strict=False: only the trained weights were kept.
             self.model.load_state_dict(self.best_weights, strict=False)
         return merged(self.model).requires_grad_(True).eval()
 
