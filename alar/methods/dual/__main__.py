@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
                 think_end_bias=options.think_end_bias,
             )
         except (OSError, ValueError) as error:  # a message instead of a traceback
-            parser.error(str(error))
+            parser.error(str(error))  # exits with status 2
         dual = verify(options.folder, untrained=True)  # read back from the disk
     else:
         dual = verify(options.folder, untrained=options.untrained)

@@ -69,7 +69,7 @@ def dual_examples(
     """
     if missing not in ("error", "skip"):
         raise ValueError(f"missing {missing!r}: expected error or skip")
-    examples = []
+    examples = []  # at most one per successful trace
     for trajectory in successful(trajectories):
         try:
             example = encoded_anew(trajectory, codec)

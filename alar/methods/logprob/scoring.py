@@ -74,7 +74,7 @@ def around_answer(form: protocol.Form) -> tuple[str, str]:
 def context_of(
     trajectory: Trajectory, codec: Codec, form: protocol.Form = protocol.SEARCH
 ) -> ScoredContext:
-    """The trajectory up to the end of its last turn's reasoning block, and an answer's surroundings.
+    """The trajectory up to the end of its last reasoning block, and what surrounds an answer.
 
     `form` says what stands around an answer. Forced pieces of `</latent>` stay as they are. The
     piece that completes a written `</think>` may hold more than the tag (`>\\n\\n`), so its part of

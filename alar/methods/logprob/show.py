@@ -16,7 +16,7 @@ _LAST = {"think": "text", "latent": "latent block"}  # what the last turn reason
 
 
 def score_table(trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> pd.DataFrame:
-    """One row per rollout: question, what each turn reasoned in, answer, gold, correctness, score."""
+    """One row per rollout: question, mode of each turn, answer, gold, correctness, score."""
     return pd.DataFrame(
         {
             "question_id": [t.question.id for t in trajectories],
