@@ -64,7 +64,7 @@ class Sample:
 class Reference:
     """Mean length and accuracy of a model's samples of one question."""
 
-    length: float  # tokens
+    length: float  # in tokens
     accuracy: float
 
 

@@ -43,5 +43,5 @@ class DualCodec(Codec):
         return block + self.untrusted(acting)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Decode for people and for parsing: mirrors as the text of their sources."""
+        """Decode for people and for parsing: mirrors appear as the text of their sources."""
         return super().text(self.dual.to_source(ids))

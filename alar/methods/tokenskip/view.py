@@ -1,4 +1,4 @@
-"""A compressed text for people: dropped words struck through, and why the rate was not met.
+"""A compressed text to look at: dropped words struck through, and why the rate was not met.
 
 `compression_view` is live; `struck` is its static twin, the same text at several rates.
 """
