@@ -120,8 +120,8 @@ def open_comparison(
 class MethodComparison:
     """The study's test questions in one domain, and the methods measured on them.
 
-    run_dir: the folder in which `methods/` is made. `scale` says in tables and figures how large the model
-    is (`Stage.scale`).
+    run_dir: the folder in which `methods/` is made. `scale` says in tables and figures how
+    large the model is (`Stage.scale`).
     """
 
     def __init__(
