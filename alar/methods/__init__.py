@@ -1,2 +1,1 @@
-"""What ALAR is compared with, each method in a module of its own, all measured by
-`alar.methods.comparison`."""
+"""What ALAR is compared with: each method in a module of its own, all measured by `comparison`."""

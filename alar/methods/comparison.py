@@ -1,5 +1,4 @@
-"""One row per compared method: the same test questions, engine, agent loop and statistics for all
-of them.
+"""The comparison of methods: one row each, with the same questions, engine, loop and statistics.
 
     comparison = MethodComparison(run_dir, environment, questions, max_new_tokens=128, max_turns=6,
                                   batch_size=256)
@@ -9,12 +8,13 @@ of them.
     table = comparison.table()  # `tables.METHODS`, every method measured in this run so far
     figure, numbers = figures.methods_figure(table)
 
-`measure` leaves two files in `run_dir/methods`: the answers, one row per question
-(`tables.QUESTIONS`), as a result in a store (`alar.store`), and a note of what was measured. A
-method is not measured again while its checkpoint's content, its settings, the questions, the
-limits, the environment and the code that evaluates are the same. All differences to the base are
-paired by question, with one draw of questions for all methods, and made when the table is asked
-for: so rows measured by different notebooks compare.
+`measure` leaves two files in `run_dir/methods`. One holds the answers, one row per question
+(`tables.QUESTIONS`), as a result in a store (`alar.store`). The other is a note of what was
+measured. A method is not measured again while its checkpoint's content, its settings, the
+questions, the limits, the environment and the code that evaluates are the same.
+
+All differences to the base are paired by question, with one draw of questions for all methods. They
+are computed when the table is asked for, so rows that different notebooks measured can be compared.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class Method:
 
     `mode`: "off" for models that reason in text only, "free" where the policy chooses between text
     and latent blocks, "latent" and "think" force one. `settings` tell rows of one method apart and
-    are shown with its name. `training_seconds` is wall time, the making of the method's own data
-    included; `training_tokens` are those of the sequences that its optimiser steps were over,
-    prompts and observations included, each time they were seen. NaN: not known.
+    are shown with its name. `training_seconds` is wall time and includes making the method's own
+    data. `training_tokens` counts every token of the sequences that were trained on, prompts and
+    observations included, each time a sequence was seen. NaN: not known.
     """
 
     name: str
     checkpoint: str | Path
     mode: str = "off"
     settings: Mapping[str, Any] = field(default_factory=dict)
-    training_seconds: float = 0.0
+    training_seconds: float = 0.0  # the base costs nothing
     training_tokens: float = 0.0
 
     @property
@@ -71,16 +71,15 @@ class Method:
 
 
 def study_methods(stage) -> list[Method]:
-    """The explicit base, stage 1 and ALAR of a run, as far as they are there, for any notebook's
-    table.
+    """The explicit base, stage 1 and ALAR of a run, as far as they exist, for any notebook's table.
 
-    stage: the notebook's `alar.study.stage.Stage`. Seconds are those of the notebooks that make the
-    traces and train, as `run_all.py` noted them; tokens are not noted there.
+    stage: the notebook's `alar.study.stage.Stage`. The seconds are those that `run_all.py` noted
+    for the notebooks that make the traces and train. It does not note tokens.
     """
     methods = [Method(BASE, stage.input("01_latent_model", "base"))]
     for name, (trained, mode, stages) in TRAINED.items():
         checkpoint = stage.input(trained, "checkpoint", required=False)
-        if checkpoint is not None:
+        if checkpoint is not None:  # a study may stop before RL
             seconds = stage.seconds(*stages)
             costs = {"training_seconds": seconds, "training_tokens": math.nan}
             methods.append(Method(name, checkpoint, mode, **costs))
@@ -97,13 +96,13 @@ def open_comparison(
     domain: str = "search",
     **limits: Any,
 ) -> tuple[MethodComparison, list[Method]]:
-    """A notebook's comparison, and the methods that its own are set beside; `limits` as in
-    `MethodComparison`.
+    """A notebook's comparison, and the methods that its own are compared with.
 
-    Beside the study's models, in the run's table, where `base` is the study's and the questions are
-    the study's test; on an answer `dataset`, or from another base, beside that base alone, in a
-    table of the notebook's own.
+    With the study's base and test questions, a notebook shares the run's table and is compared with
+    the study's models. On an answer `dataset`, or from another base, it has a table of its own and
+    is compared with that base alone. `limits` are those of `MethodComparison`.
     """
+    # None where the run has no such stage.
     studys = stage.input("01_latent_model", "base", required=False)
     if not dataset and Path(base) == studys:
         comparison = MethodComparison(
@@ -121,8 +120,8 @@ def open_comparison(
 class MethodComparison:
     """The study's test questions in one domain, and the methods measured on them.
 
-    run_dir: the folder that gets `methods/`. `scale` says in tables and figures how large the model
-    is (`Stage.scale`).
+    run_dir: the folder in which `methods/` is made. `scale` says in tables and figures how
+    large the model is (`Stage.scale`).
     """
 
     def __init__(
@@ -153,8 +152,9 @@ class MethodComparison:
         columns: Callable[[Sequence[Trajectory], Engine], Mapping[str, Sequence]] | None = None,
         progress: Callable[[Iterable], Iterable] = iter,
     ) -> Path:
-        """Greedy rollouts of `method` on all questions, unless they are there already; returns the
-        file of the answers.
+        """Roll `method` out greedily on all questions, unless it was done before.
+
+        Returns the file of the answers.
 
         `engine`: a ready one, for checkpoints that need more than `opened_engine`; `environment`:
         the domain's with another form of prompt. Both must follow from the checkpoint and the
@@ -167,19 +167,23 @@ class MethodComparison:
                 " trains it"
             )
         environment = environment or self.environment
+        # Two measurements with equal values here are one.
         decisive = {
             "name": method.name,
             "mode": method.mode,
             "settings": dict(method.settings),
             "content": content(method.checkpoint),
             "protocol": self.protocol,
+            # One prompt shows the form: few-shot examples or a ratio change it.
             "prompt": digest(list(environment.form.prompt(self.questions[0]))),
             "engine": self.engine,
         }
+        # Readable part of the file names.
         slug = re.sub(r"[^A-Za-z0-9.]+", "-", method.label).strip("-").lower()
         answers = key(f"{slug}.parquet", decisive)
 
         def roll_out(path: Path) -> None:
+            # The caller closes an engine of its own.
             ready = nullcontext(engine) if engine else opened_engine(method.checkpoint, self.engine)
             with ready as opened:
                 trajectories = evaluate(
@@ -191,9 +195,11 @@ class MethodComparison:
                     progress=progress,
                     **self.limits,
                 )
+                # Column → one value per question.
                 extra = columns(trajectories, opened) if columns else {}
             question_table(trajectories, method.label).assign(**extra).to_parquet(path)
 
+        # The file of an equal measurement, or a new one.
         path = Store(self.folder).once(answers, roll_out)
         note = (
             asdict(method)
@@ -211,12 +217,13 @@ class MethodComparison:
         return path
 
     def measured(self) -> list[dict]:
-        """The notes of the methods measured by this protocol, sorted by name, the base first."""
+        """The notes of the methods that this protocol measured, the base first, then by name."""
         notes = [
             json.loads(path.read_text(encoding="utf-8")) for path in self.folder.glob("*.json")
         ]
 
         def place(note: dict) -> tuple:
+            # False sorts first.
             return note["name"] != BASE, note["name"], _numbers_in(note["label"])
 
         return sorted((note for note in notes if note["protocol"] == self.protocol), key=place)
@@ -232,19 +239,20 @@ class MethodComparison:
 
     def table(self, *, resamples: int = 10_000, seed: int = 0) -> pd.DataFrame:
         """`tables.METHODS`: one row per method. Raises TableError if the base is not measured."""
-        notes, answers = self.measured(), self.answers()
+        notes, answers = self.measured(), self.answers()  # one note and n answers per method
         if BASE not in set(answers["system"]):
             raise tables.TableError(
                 f"{self.folder}: '{BASE}' is not measured here, so nothing can be compared with it:"
                 " measure it first, as the notebooks do with study_methods"
             )
-        options = {"resamples": resamples, "seed": seed}
+        options = {"resamples": resamples, "seed": seed}  # equal draws of questions for both
         summary = statistics.summarise(answers, BASE, **options)
+        # Not by question type.
         summary = summary.query("question_type == 'all'").set_index("system")
         efficiency = statistics.efficiency(answers, BASE, **options).set_index("system")
         rows = []
         for note in notes:
-            found = summary.loc[note["label"]]
+            found = summary.loc[note["label"]]  # one row: values with their intervals
             rows.append(
                 {
                     "domain": note["domain"],
@@ -265,13 +273,14 @@ class MethodComparison:
 
     @cached_property
     def protocol(self) -> str:
-        """A hash of all that decides what an answer is, but for the method: questions, limits,
-        environment, code."""
+        """A hash of what decides an answer apart from the method."""
+        # Only plain values can be hashed; an object such as a retriever is left out.
         settings = {}
         for name, value in vars(self.environment).items():
             if isinstance(value, int | float | str | bool):
                 settings[name] = value
         environment = type(self.environment)
+        # And all that these modules import.
         code = {"alar.evaluate.systems", "alar.engines.choice", environment.__module__}
         return digest(
             {
@@ -315,5 +324,6 @@ def _numbers_in(label: str) -> list:
     pieces = []
     for piece in re.findall(r"\d+(?:\.\d+)?|\D+", label):
         is_number = piece[0].isdigit()
+        # Numbers sort before words and by value.
         pieces.append((0, float(piece), "") if is_number else (1, 0.0, piece))
     return pieces

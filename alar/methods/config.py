@@ -1,7 +1,7 @@
 """The parameters of the compared methods.
 
 Each class is the section of one notebook (11 to 14, 16): `config = Tokenskip.of(globals())`. They
-stand together in a light file, so that reading a parameter file imports no model.
+share one light file, so that reading a parameter file imports no model.
 """
 
 from typing import Annotated, Literal
@@ -35,6 +35,7 @@ class LengthRewards(Section):
     norm_adv_by_std: bool = True
     correct_weight: Annotated[float, Field(ge=0)] = 2.0  # ShorterBetter's a
     length_weight: Annotated[float, Field(ge=0)] = 1e-3  # ShorterBetter's b, per token
+    # ThinkPrune's limit of each round, as a fraction of the mean length before training.
     limit_fractions: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)] = [
         1.2,
         0.9,
@@ -59,10 +60,10 @@ class Logprob(Section):
     are those of `rl`."""
 
     checkpoint: Location = ""  # a model folder to start from; "" = the run's mode warm-up
-    # Of the log-prob score; 0 = exact match alone.
+    # Weights w of the log-prob score, one training each; 0 = exact match alone.
     weights: Annotated[list[Share], Field(min_length=1)] = [0.0, 0.5]
     normalise: bool = True  # within the group
-    # Repaired: never closing is as bad as the group's worst.
+    # "repaired": reasoning that never closes counts as the group's worst.
     variant: Literal["published", "repaired"] = "published"
     steps: Count = 12  # of each weight
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.01
@@ -101,7 +102,8 @@ class SelfTraining(OnAnswers):
     questions: Count = 400  # sampled from; the test has eval.questions
     samples: Count = 4  # N of each pass; published: 16
     temperature: Annotated[float, Field(gt=0)] = 0.7
-    # Before each question of the few-shot pass; 0 = no such pass (so in the tool domain).
+    # Solved examples before each question of the few-shot pass; 0 = no such pass, as the tool
+    # domain needs.
     # Published: 8.
     exemplars: CountOrNone = 2
     learning_rate: Rate = 3e-4
@@ -175,7 +177,7 @@ class Tokenskip(OnAnswers):
 class DualVocabulary(OnAnswers):
     """Notebook 14. RL takes prompts, rate and temperature from `rl`; a right answer is worth 1."""
 
-    # Trained on traces; [] = none.
+    # What is trained on traces; [] = nothing.
     methods: list[Literal["text", "dual", "latent_only"]] = ["text", "dual", "latent_only"]
     vocabulary: Literal["full_copy", "subset"] = "full_copy"
     subset_size: CountOrNone = 0  # mirrors of a subset; 0 = every token that the thoughts use

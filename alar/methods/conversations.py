@@ -2,9 +2,9 @@
 
 They make a base that knows the set, for notebook 15 and for concise self-training. A conversation
 holds one to three problems, all in one form (tagged or raw) and with chains of thought of one
-length. So the model learns both lengths, writes either when asked without examples, and follows
-the examples of a prompt that has some. The shipped search base, which reads and computes by
-columns already, learns this in minutes.
+length. So the model learns both lengths. Without examples it writes either; with examples in the
+prompt it follows them. The shipped search base already reads and computes by columns, so it learns
+this in minutes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from alar.rollout.codec import Codec
 from alar.train.examples import NO_LOSS, Example
 
 LENGTHS = (1, 1, 2, 3)  # problems of a conversation
-FULL_SHARE = 0.75  # of the conversations, whose chains of thought are full
-FIRST_SEED = 1_000_000  # of the problems taught; what is asked later has small seeds
+FULL_SHARE = 0.75  # share of the conversations whose chains of thought are full
+FIRST_SEED = 1_000_000  # seeds of the problems taught; what is asked later has small seeds
 
 
 def conversations(count: int, seed: int) -> Iterator[tuple[str, str, list[Problem]]]:

@@ -1,7 +1,7 @@
 """FrozenLake walks to imitate: the shortest way over each lake, told in think blocks.
 
-An engine that writes given turns takes them through the ordinary agent loop, so that the
-trajectories are those of a policy that walked so. Notebook 16 trains on them.
+An engine that writes given turns takes them through the ordinary agent loop. So the trajectories
+are those of a policy that walked this way. Notebook 16 trains on them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class ScriptedEngine(Engine):
 
     def __init__(self, codec: Codec, turns: Mapping[int, Sequence[str]]):
         self.codec = codec
+        # Session → the turns still to write.
         self._turns = {session: iter(texts) for session, texts in turns.items()}
         self._waiting: list[TurnRequest] = []
 
@@ -34,7 +35,7 @@ class ScriptedEngine(Engine):
         self._waiting += requests
 
     def step(self) -> list[tuple[TurnRequest, TurnOutput]]:
-        ended, self._waiting = self._waiting, []
+        ended, self._waiting = self._waiting, []  # a turn takes one step: all of it is known
         return [(request, self._written(next(self._turns[request.session]))) for request in ended]
 
     def release(self, sessions: Sequence[int]) -> None:
@@ -50,9 +51,10 @@ class ScriptedEngine(Engine):
 def thought(question: Question, done: Sequence[int], todo: Sequence[int]) -> str:
     """The way that is left, tile by tile: row, column and the move from there."""
     width, steps = len(question.text.splitlines()), []
+    # One tile more than moves: the last is the goal.
     for number in range(len(todo) + 1):
         row, column = divmod(walk(question, [*done, *todo[:number]]).position, width)
-        step = f"{row + 1} {column + 1}"
+        step = f"{row + 1} {column + 1}"  # people count from 1
         if number < len(todo):
             step += f" {MOVES[todo[number]]}"
         steps.append(step)
@@ -65,6 +67,7 @@ def expert_turns(question: Question, moves_per_turn: int) -> list[str]:
     for first in range(0, len(way), moves_per_turn):
         block = protocol.think_block(thought(question, way[:first], way[first:]))
         action = protocol.action_text(ACTION, moves_text(way[first : first + moves_per_turn]))
+        # The first block too has a separator before it.
         before = protocol.BLOCK_SEPARATOR if first == 0 else ""
         texts.append(before + block + protocol.BLOCK_SEPARATOR + action)
     return texts

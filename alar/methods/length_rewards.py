@@ -11,15 +11,17 @@ all turns: tags and actions count, observations do not. An answer that comes wit
 whose trajectory is no longer than L.
 
 ShorterBetter and ThinkPrune are rewards of GRPO: the policy writes the samples, and advantages are
-centred on the group. O1-Pruner is another objective: the *reference* model writes the samples,
-they pass PPO's clipped loss with the ratio π/π_ref, and the reward itself is the advantage. Its
-mean over the reference's samples is nearly 0 already. In one process, `length_grpo` does that: the
-K samples of a group are trained on and also give its means. With `reference`, a file of means
-measured before, the policy writes the samples. Under verl that is the only way, because its
-rollout server holds the policy's weights; the ratio then starts at 1 and the clip hardly binds.
+centred on the group. O1-Pruner is another objective. The *reference* model writes the samples, the
+loss is PPO's clipped one with the ratio π/π_ref, and the reward itself is the advantage. The mean
+of this reward over the reference's samples is nearly 0 already.
 
-Not the papers': rollouts beyond ThinkPrune's L are trained on to their end rather than cut; the
-ratio is the token's; dual clip bounds the loss at −3·A.
+In one process `length_grpo` does what O1-Pruner asks: the K samples of a group are trained on and
+also give its means. With `reference`, a file of means measured before, the policy writes the
+samples. Under verl that is the only way, because its rollout server holds the policy's weights. The
+ratio then starts at 1 and the clip hardly binds.
+
+Three points differ from the papers. Rollouts beyond ThinkPrune's L are trained on to their end, not
+cut. The ratio is per token. Dual clip bounds the loss at −3·A.
 """
 
 from __future__ import annotations
@@ -43,12 +45,14 @@ from alar.rollout.loop import with_form
 
 @dataclass(frozen=True)
 class Sample:
-    """What these rewards know of a rollout. `group` names its prompt's rollouts, `question` the
-    question (its id)."""
+    """What these rewards know of a rollout.
+
+    `group` is shared by the rollouts of one prompt; `question` is the question's id.
+    """
 
     group: Hashable
     correct: bool
-    length: int
+    length: int  # generated tokens of all turns
     question: str = ""
 
     def __post_init__(self):
@@ -60,7 +64,7 @@ class Sample:
 class Reference:
     """Mean length and accuracy of a model's samples of one question."""
 
-    length: float
+    length: float  # in tokens
     accuracy: float
 
 
@@ -68,8 +72,9 @@ def shorter_better(
     samples: Sequence[Sample], correct_weight: float = 2.0, length_weight: float = 1e-3
 ) -> list[float]:
     """a·c − b·|ℓ − ℓ*|."""
-    targets = {}
+    targets = {}  # group → ℓ*
     for group, members in _groups(samples).items():
+        # Lengths of the correct ones.
         right = [sample.length for sample in members if sample.correct]
         targets[group] = min(right) if right else _mean([sample.length for sample in members])
     return [
@@ -80,6 +85,7 @@ def shorter_better(
 
 def think_prune(samples: Sequence[Sample], token_limit: int) -> list[float]:
     """1 for a correct answer within the limit, else 0."""
+    # A long answer earns nothing, however right.
     return [float(sample.correct and sample.length <= token_limit) for sample in samples]
 
 
@@ -88,11 +94,11 @@ def o1_pruner(
     accuracy_weight: float = 2.0,
     references: Mapping[str, Reference] | None = None,
 ) -> list[float]:
-    """ℓ̄_ref/ℓ − 1 + λ·(c − c̄_ref), with the means of `references` by question, or of the group
-    itself without them.
+    """ℓ̄_ref/ℓ − 1 + λ·(c − c̄_ref).
 
-    A rollout without a token counts as one token long. KeyError, with the remedy, for a question
-    that is not in `references`.
+    The means come from `references` by question, or without them from the group itself. A rollout
+    without a token counts as one token long. KeyError, with the remedy, for a question that is not
+    in `references`.
     """
     if references is None:
         means: Mapping[Any, Reference] = {
@@ -101,6 +107,7 @@ def o1_pruner(
             )
             for group, members in _groups(samples).items()
         }
+        # The samples were written by the reference.
         found = [means[sample.group] for sample in samples]
     else:
         missing = next((s.question for s in samples if s.question not in references), None)
@@ -119,16 +126,18 @@ def o1_pruner(
 
 
 def round_lengths(steps: int, rounds: int) -> list[int]:
-    """Steps of each of ThinkPrune's rounds, as equal as can be, the longer ones first. ValueError
-    for fewer steps than rounds."""
+    """Steps of each of ThinkPrune's rounds: nearly equal, the longer rounds first.
+
+    Raises ValueError for fewer steps than rounds.
+    """
     if not 1 <= rounds <= steps:
         raise ValueError(f"{rounds} rounds in {steps} steps: every round needs a step")
     return [steps // rounds + (number < steps % rounds) for number in range(rounds)]
 
 
 def reference_means(samples: Sequence[Sample]) -> dict[str, Reference]:
-    """Question → means over its samples, which the reference model has written."""
-    by_question = defaultdict(list)
+    """Question → means over its samples, which the reference model wrote."""
+    by_question = defaultdict(list)  # question → its samples
     for sample in samples:
         by_question[sample.question].append(sample)
     return {
@@ -147,7 +156,7 @@ def write_references(path: str | Path, references: Mapping[str, Reference]) -> P
     return Path(path)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=4)  # the reward asks for it in every step
 def read_references(path: str) -> dict[str, Reference]:
     return {row["question"]: Reference(row["length"], row["accuracy"]) for row in read_jsonl(path)}
 
@@ -157,6 +166,7 @@ def stated_limit(form: Form, limit: int) -> Form:
 
     def prompt(question) -> Sequence[str]:
         pieces = list(form.prompt(question))
+        # The last piece of the user's own text; trusted ones are the template.
         last = max(number for number, piece in enumerate(pieces) if not isinstance(piece, Trusted))
         pieces[last] = pieces[last].rstrip("\n") + f"\nUse at most {limit} tokens.\n"
         return pieces
@@ -165,8 +175,11 @@ def stated_limit(form: Form, limit: int) -> Form:
 
 
 class LengthReward(Reward):
-    """There are no modes: `<latent>` is plain text. The last weights are returned, because greedy
-    validation has no other samples of its prompt to compare with."""
+    """A reward without modes: `<latent>` is plain text.
+
+    The last weights are returned, because a greedy validation answer has no other samples of its
+    prompt to compare with.
+    """
 
     modes: ClassVar = "off"
 
@@ -212,7 +225,7 @@ class ThinkPrune(LengthReward):
         return think_prune(samples, self.token_limit)
 
     def environment(self, environment: Environment) -> Environment:
-        if not self.state_limit:
+        if not self.state_limit:  # the prompt stays as the base knows it
             return environment
         return with_form(environment, stated_limit(environment.form, self.token_limit))
 
@@ -237,6 +250,7 @@ class RewardAsAdvantage(Credit):
     """Every token carries its trajectory's reward, which is not centred on the group."""
 
     def advantages(self, summaries, lengths, rewards, groups, step, total_steps):
+        # The mean over the reference is already near 0.
         return [[value] * length for value, length in zip(rewards, lengths, strict=True)]
 
 
@@ -244,6 +258,7 @@ def length_grpo(reward: LengthReward, config: RLConfig, seed: int = 0) -> Strate
     """What trains with a length reward, as published."""
     if not isinstance(reward, O1Pruner):
         return grpo(config, reward, seed)
+    # Without a file the samples themselves must be the reference's.
     writer = "policy" if reward.reference else "reference"
     return replace(grpo(config, reward, seed, writer=writer), credit=RewardAsAdvantage())
 
@@ -256,7 +271,7 @@ def _refuse_negative(settings: LengthReward, *names: str) -> None:
 
 
 def _groups(samples: Sequence[Sample]) -> dict[Hashable, list[Sample]]:
-    groups = defaultdict(list)
+    groups = defaultdict(list)  # group → its samples
     for sample in samples:
         groups[sample.group].append(sample)
     return groups

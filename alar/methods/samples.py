@@ -28,7 +28,7 @@ def draw_samples(
         raise ValueError(
             f"{samples} samples at temperature 0: greedy samples are all the same; use 1"
         )
-    asked = []
+    asked = []  # each question `samples` times, adjacent
     for question in questions:
         asked += [replace(question, id=f"{question.id}_s{i}") for i in range(samples)]
     found = run(
@@ -36,10 +36,11 @@ def draw_samples(
         engine,
         environment,
         sampling,
-        modes="off",
+        modes="off",  # explicit reasoning only
         max_turns=max_turns,
         batch_size=batch_size,
         seed=seed,
         progress=progress,
     )
+    # Cut into one list per question.
     return [found[start : start + samples] for start in range(0, len(found), samples)]

@@ -5,12 +5,12 @@
                          →  SFT on the question's own prompt
 
 *Direct* supervision keeps the actions and drops the reasoning. An empty `<think></think>` stands
-before every action, because a turn without a block would count as malformed; in the raw form of
-static sets, which has no blocks, the answer stands alone. It is trained on gold answers where there
-are some (static sets), and on the actions of correct rollouts where a turn is a search.
+before every action, because a turn without a block would count as malformed. The raw form of static
+sets has no blocks, so there the answer stands alone. Direct supervision uses gold answers where
+there are some (static sets), and the actions of correct rollouts where a turn is a search.
 
-Everything goes through the agent loop and the environments as they are, so it holds for one turn
-and for several. What a question costs is the generated tokens of all its turns.
+Everything goes through the ordinary agent loop and environments, so it works for one turn and for
+several. The length of a rollout is the number of generated tokens in all its turns.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ MARGIN = 32  # positions that engines keep free
 
 
 def shortest(*passes: Sequence[Sequence[Trajectory]]) -> list[Trajectory | None]:
-    """The correct, well-formed rollout of each question with the fewest generated tokens, over all
-    passes; None if there is none.
+    """The shortest good rollout of each question over all passes, or None where there is none.
 
-    Of equally short ones the earlier pass and sample wins.
+    Good is correct and well formed; shortest has the fewest generated tokens. Of equally short
+    ones the earlier pass and sample wins.
     """
     best = []
-    for groups in zip_longest(*passes, fillvalue=()):
+    for groups in zip_longest(*passes, fillvalue=()):  # one question, its samples per pass
         every = chain.from_iterable(groups)
         good = [t for t in every if t.correct and t.well_formed]
         best.append(min(good, key=lambda t: t.generated_tokens, default=None))
@@ -50,21 +50,22 @@ def exemplar_room(
 ) -> int:
     """Tokens that exemplars may take if a rollout of `max_turns` whole turns is to fit behind them.
 
-    `positions` are the model's. Prompts and observations count as long as the longest ones of the
-    zero-shot samples.
+    `positions` is how many the model has. Prompts and observations are assumed to be as long as the
+    longest ones of the zero-shot samples.
     """
     found = list(chain.from_iterable(samples))
-    prompt = max(t.turns[0].start for t in found)
+    prompt = max(t.turns[0].start for t in found)  # tokens before the first turn
     observed = max((b.start - a.end for t in found for a, b in pairwise(t.turns)), default=0)
+    # An observation stands between two turns, so there is one less than turns.
     return positions - MARGIN - prompt - max_turns * max_new_tokens - (max_turns - 1) * observed
 
 
 def choose_exemplars(
     found: Sequence[Trajectory | None], count: int, *, room: int, seed: int
 ) -> list[Trajectory]:
-    """At most `count` of the rollouts, drawn at random, question types in turn.
+    """Draw at most `count` of the rollouts at random, question types in turn.
 
-    Together they take at most `room` tokens; one that does not fit is passed over. Raises
+    Together they take at most `room` tokens; a rollout that does not fit is passed over. Raises
     ValueError if none fits.
     """
     rng, by_type = random.Random(f"exemplars {seed}"), {}
@@ -72,6 +73,7 @@ def choose_exemplars(
         by_type.setdefault(trajectory.question.type, []).append(trajectory)
     for group in by_type.values():
         rng.shuffle(group)
+    # One of each type, then the next of each.
     in_turn = [t for group in zip_longest(*by_type.values()) for t in group if t is not None]
     chosen, left = [], room
     for trajectory in in_turn:
@@ -93,9 +95,9 @@ def few_shot_form(
 ) -> protocol.Form:
     """A form with solved examples before every question, each closed as in a chat.
 
-    `examples` are (question, what was written and observed after its prompt, piece by piece). The
-    pieces are encoded as text from outside. So this is for forms whose turns and observations hold
-    no special tokens of their own: search and static sets.
+    `examples` are (question, the pieces that were written and observed after its prompt). The
+    pieces are encoded as text from outside, which cannot contain special tokens. So this works for
+    forms whose turns and observations have none: search and static sets.
     """
     before = []
     for asked, said in examples:
@@ -106,9 +108,9 @@ def few_shot_form(
 def few_shot(
     environment: Environment, codec: Codec, exemplars: Sequence[Trajectory]
 ) -> Environment:
-    """The same environment, whose prompts begin with the exemplars.
+    """The same environment, with the exemplars at the start of every prompt.
 
-    Raises ValueError if observations are turns of the chat template, as in the tool domain: inside
+    Raises ValueError if observations are turns of the chat template, as in the tool domain. Inside
     the user's turn they would be plain text.
     """
     observed = environment.form.observation("")
@@ -123,8 +125,8 @@ def few_shot(
 
 
 def _pieces(trajectory: Trajectory, codec: Codec) -> list[str]:
-    """Texts of turns and observations in order, apart, as they were encoded."""
-    edges = []
+    """The texts of turns and observations in order, each as one piece, as they were encoded."""
+    edges = []  # token positions where pieces meet
     for turn in trajectory.turns:
         edges += [turn.start, turn.end]
     edges.append(len(trajectory.ids))
@@ -134,7 +136,7 @@ def _pieces(trajectory: Trajectory, codec: Codec) -> list[str]:
 def concise_examples(
     chosen: Sequence[Trajectory | None], codec: Codec, form: protocol.Form
 ) -> list[Example]:
-    """What was written, after the question's own prompt: exemplars serve sampling only."""
+    """Each rollout after its question's own prompt, without exemplars: they serve sampling only."""
     found = []
     for trajectory in filter(None, chosen):
         start = trajectory.turns[0].start  # before it stands the prompt that was sampled from
@@ -151,6 +153,7 @@ def direct_examples(
     """The actions and observations of correct rollouts, without their reasoning."""
     found = []
     for trajectory in filter(None, chosen):
+        # Where each observation ends.
         ends = [turn.start for turn in trajectory.turns[1:]] + [len(trajectory.ids)]
         turns = []
         for turn, end in zip(trajectory.turns, ends):
@@ -175,6 +178,7 @@ def direct_turn(
     The open tag is encoded by itself, as the loop encodes a forced one.
     """
     written = form.action(action, argument)
+    # A form that accepts the bare action has no blocks.
     if form.parse(written).well_formed:
         return codec.untrusted(written) + codec.trusted(form.closing)
     rest = protocol.THINK_CLOSE + protocol.BLOCK_SEPARATOR + written
@@ -189,7 +193,7 @@ def _direct(
     form: protocol.Form,
 ) -> Example:
     ids = codec.encode(form.prompt(question))
-    labels = [-100] * len(ids)
+    labels = [-100] * len(ids)  # no loss on the prompt
     for number, (action, argument, observed) in enumerate(turns):
         turn = direct_turn(action, argument, codec, form, first=number == 0)
         ids, labels = ids + turn + observed, labels + turn + [-100] * len(observed)
@@ -217,7 +221,7 @@ def sampling_table(passes: dict[str, Sequence[Sequence[Trajectory]]]) -> pd.Data
     for name, groups in passes.items():
         found = list(chain.from_iterable(groups))
         best = [t for t in shortest(groups) if t]
-        own = {id(t) for t in found}
+        own = {id(t) for t in found}  # identity: equal answers of two passes must not count twice
         rows[name] = {
             "samples": len(found),
             "accuracy": sum(t.correct for t in found) / len(found),
@@ -227,7 +231,7 @@ def sampling_table(passes: dict[str, Sequence[Sequence[Trajectory]]]) -> pd.Data
             "shortest": sum(t.generated_tokens for t in best) / max(1, len(best)),
             "kept": sum(id(t) in own for t in overall if t),
         }
-    kept = [t for t in overall if t]
+    kept = [t for t in overall if t]  # one per solved question
     rows["all"] = {
         "samples": sum(row["samples"] for row in rows.values()),
         "solved": len(kept) / len(overall),

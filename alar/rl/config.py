@@ -21,7 +21,7 @@ class RLConfig(Section):
     schedule: Literal["constant", "linear"] = "linear"  # linear: to zero over all steps
     warmup_ratio: Share = 0.1  # of the steps: the rate rises linearly to learning_rate
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    # Against mode_weight: notebook 05 says how they balance.
+    # Pulls back to the start, against mode_weight: notebook 05 says how they balance.
     kl_coefficient: Annotated[float, Field(ge=0)] = 2.0
     clip_low: Share = 0.2
     clip_high: Share = 0.2
@@ -30,16 +30,17 @@ class RLConfig(Section):
     length_tolerance: Annotated[float, Field(ge=0)] = 0.0
     diversity: Annotated[float, Field(ge=0)] = 1.0  # weight of the diversity bonus; 0 = none
     variant: Literal["published", "repaired"] = "repaired"
-    # Of the tool domain; "toolmind": its dense score is the reward.
+    # For the tool domain. "toolmind": its dense score is the reward.
     judge: Literal["official", "toolmind"] = "official"
-    # Published: True. Without it, α is what a latent turn is worth in any group.
+    # Published: True. With False, a latent turn is worth α in every group.
     norm_adv_by_std: bool = False
     credit: Literal["trajectory", "turn"] = "turn"
-    # Of each group's rollouts, in which the mode of one turn is drawn at random.
+    # Share of each group's rollouts in which the mode of one turn is drawn at random.
     explore_fraction: Share = 0.75
-    # Against the tokens of the text, whose advantages are mostly noise.
+    # Of a tag's credit. Large, because the advantages of the many text tokens are mostly noise.
     mode_weight: Annotated[float, Field(ge=0)] = 48.0
-    # Of the mean effect of latent turns, taken off each: which turns first, how many later.
+    # Share of the mean effect of latent turns that is taken off each, at the start; it falls to 0.
+    # So the policy first learns which turns to make latent, and later how many.
     mode_baseline: Share = 1.0
     # Below 1: train on the groups that hold this share of the rewards' variance (RAGEN).
     kept_variance: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -49,7 +50,8 @@ class RLConfig(Section):
     lora_alpha: Count = 32
     train_projector: bool = False
     worlds: Count = 24
-    # Of embedded prompts, in turn: one that is named twice comes twice as often; [] = all.
+    # Question types of the embedded prompts, in turn. A type named twice comes twice as often;
+    # [] = all.
     types: list[str] = []
     validation_every: CountOrNone = 11  # 0 = never
     validation_questions: Count = 128
@@ -82,6 +84,7 @@ class RLConfig(Section):
 
 def learning_rate_at(done: int, config: RLConfig) -> float:
     """Rate of the step that follows `done` finished ones."""
+    # From a fraction of the rate to all of it over the warm-up, at least one step.
     rising = min(1.0, (done + 1) / max(1.0, config.warmup_ratio * config.steps))
     remaining = 1 - done / config.steps if config.schedule == "linear" else 1.0
     return config.learning_rate * rising * remaining

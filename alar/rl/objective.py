@@ -7,9 +7,10 @@ for mode choices.
                  for A < 0 at most −c A                             dual clip, 1912.09729
     KL           e^δ − δ − 1,  δ = log π_ref − log π                Schulman's k3
 
-Names, clamps and defaults are those of verl (`verl.trainer.ppo.core_algos`), whose numbers the
-tests ask for; importing verl costs seconds, so the few lines are here. Deliberate: values outside
-the mask may be anything, NaN included, and an empty mask is an error, not a NaN loss.
+Names, clamps and defaults are those of verl (`verl.trainer.ppo.core_algos`), and the tests compare
+with verl's numbers. The few lines are repeated here because importing verl takes seconds.
+Deliberate: values outside the mask may be anything, NaN included. An empty mask is an error, not a
+NaN loss.
 
 Credit per turn (`mode_advantages`) and the information of the mode choice are the project's own.
 """
@@ -27,9 +28,8 @@ from jaxtyping import Bool, Float, Num, Shaped
 from torch import Tensor
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
-KL_KINDS = ("kl", "abs", "mse", "low_var_kl")
 LOG_RATIO_LIMIT = 20.0  # |log ratio| beyond this is clamped before exp
-KL_LIMIT = 10.0
+KL_LIMIT = 10.0  # nats per token: one rare token must not dominate the penalty
 
 
 def group_advantages(
@@ -42,28 +42,32 @@ def group_advantages(
     """GRPO advantage of every rollout, in the rewards' dtype, without gradient.
 
     The standard deviation is the sample's (n − 1). A group of one keeps its reward, as in verl.
-    Computed in float64: in float32 the rounding of a mean over equal rewards, divided by ε, is an
-    advantage of 0.1. Without `norm_by_std` only the mean is taken off (Dr. GRPO, arXiv 2503.20783):
-    a group whose members are all correct then weighs its small differences, α·f, as small ones
-    instead of stretching them to the size of right against wrong. Raises ValueError where the two
-    differ in length or a reward is not finite.
+    The sums are in float64. In float32 the mean of equal rewards has a rounding error; divided by
+    ε it becomes an advantage of 0.1.
+
+    Without `norm_by_std` only the mean is taken off (Dr. GRPO, arXiv 2503.20783). In a group whose
+    members are all correct the differences are small (α·f), and they then stay small. Division
+    would stretch them to the size of right against wrong.
+
+    Raises ValueError where rewards and groups differ in length or a reward is not finite.
     """
     if rewards.shape != groups.shape:
         raise ValueError(
             f"{tuple(rewards.shape)} rewards for {tuple(groups.shape)} groups: one group per reward"
             " is needed"
         )
-    values = rewards.detach().cpu().double()
+    values = rewards.detach().cpu().double()  # (rollouts,)
     if not torch.isfinite(values).all():
         raise ValueError(f"reward {int((~torch.isfinite(values)).nonzero()[0])} is not finite")
     # index (rollouts,) numbers the group of each rollout; sizes (groups,) counts its members.
     _, index, sizes = torch.unique(groups.cpu(), return_inverse=True, return_counts=True)
-    sums = torch.zeros(len(sizes), dtype=values.dtype).index_add_(0, index, values)
-    single = sizes == 1
-    means = torch.where(single, 0.0, sums / sizes)
-    centred = values - means[index]
+    sums = torch.zeros(len(sizes), dtype=values.dtype).index_add_(0, index, values)  # (groups,)
+    single = sizes == 1  # (groups,)
+    means = torch.where(single, 0.0, sums / sizes)  # mean 0 and std 1 leave a lone reward as it is
+    centred = values - means[index]  # (rollouts,)
     squares = torch.zeros_like(sums).index_add_(0, index, centred.square())
-    stds = torch.where(single, 1.0, (squares / (sizes - 1).clamp(min=1)).sqrt())
+    stds = torch.where(single, 1.0, (squares / (sizes - 1).clamp(min=1)).sqrt())  # (groups,)
+    # Whole-number rewards would round the advantages to whole numbers.
     dtype = rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
     if norm_by_std:
         centred = centred / (stds[index] + eps)
@@ -95,21 +99,22 @@ def policy_loss(
         )
     mask = mask.bool()
     _check_mask(mask)
-    # What lies outside the mask has no log-prob; zeroing it first keeps NaN out of the gradient as
-    # well.
+    # A token outside the mask has no log-prob. Zeroing it first also keeps NaN out of the gradient:
+    # a NaN that is multiplied by 0 stays NaN.
     log_ratio = (log_probs.masked_fill(~mask, 0.0) - old_log_probs.masked_fill(~mask, 0.0)).clamp(
         -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT
     )
     advantages = advantages.masked_fill(~mask, 0.0)
-    ratio = log_ratio.exp()
+    ratio = log_ratio.exp()  # (B, T): ρ
     plain = -advantages * ratio  # (B, T)
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    losses = torch.maximum(plain, clipped)
-    bound = -advantages * clip_c
+    losses = torch.maximum(plain, clipped)  # PPO: the more pessimistic of the two
+    bound = -advantages * clip_c  # positive where A < 0, the only place it is used
     bounded = torch.where(advantages < 0, torch.minimum(losses, bound), losses)
     metrics = {
         "clip_fraction": (clipped > plain)[mask].double().mean().item(),
         "clip_fraction_dual": ((losses > bound) & (advantages < 0))[mask].double().mean().item(),
+        # The estimator k1, the mean of log π_old − log π, which may be negative.
         "approximate_kl": -log_ratio.detach()[mask].double().mean().item(),
     }
     return aggregate(bounded, mask, aggregation), metrics
@@ -120,8 +125,10 @@ def aggregate(
     mask: Bool[Tensor, "batch time"] | Num[Tensor, "batch time"],
     aggregation: str = "token-mean",
 ) -> Float[Tensor, ""]:
-    """One number from one per token: the mean over tokens, or over sequences of their tokens' sum
-    or mean.
+    """The mean of values that are given per token.
+
+    "token-mean" is the mean over all tokens. The other two take the sum or the mean of each
+    sequence's tokens, and then the mean over sequences.
 
     Sequences without a token in the mask do not count. Raises ValueError for an unknown aggregation
     or an empty mask.
@@ -132,7 +139,7 @@ def aggregate(
     if aggregation == "token-mean":
         return values.sum() / mask.sum()
     tokens = mask.sum(-1)  # (B,)
-    used = tokens > 0
+    used = tokens > 0  # (B,); 0 / 0 would be NaN
     if aggregation == "seq-mean-token-sum":
         return values.sum(-1)[used].mean()
     if aggregation == "seq-mean-token-mean":
@@ -143,27 +150,15 @@ def aggregate(
 
 
 def kl_penalty(
-    log_probs: Float[Tensor, "*shape"],
-    reference_log_probs: Float[Tensor, "*shape"],
-    kind: str = "low_var_kl",
+    log_probs: Float[Tensor, "*shape"], reference_log_probs: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """Estimate of KL(π ‖ π_ref) per token from the log-probs of the tokens that π sampled, in nats,
-    with gradient.
+    """Estimate of KL(π ‖ π_ref) per token in nats, with gradient, from tokens that π sampled.
 
-    `low_var_kl` is k3: unbiased, never negative, clamped to at most 10. Raises ValueError for an
-    unknown kind.
+    It is k3 (verl: `low_var_kl`): unbiased, never negative, clamped to at most 10.
     """
-    difference = log_probs - reference_log_probs
-    if kind == "kl":
-        return difference
-    if kind == "abs":
-        return difference.abs()
-    if kind == "mse":
-        return 0.5 * difference.square()
-    if kind == "low_var_kl":
-        delta = (-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        return (delta.exp() - delta - 1).clamp(-KL_LIMIT, KL_LIMIT)
-    raise ValueError(f"KL kind {kind!r} is unknown: choose one of {', '.join(KL_KINDS)}")
+    delta = reference_log_probs - log_probs  # log π_ref − log π
+    delta = delta.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return (delta.exp() - delta - 1).clamp(-KL_LIMIT, KL_LIMIT)
 
 
 def mode_advantages(
@@ -173,14 +168,13 @@ def mode_advantages(
     *,
     baseline: float = 0.0,
 ) -> list[list[float]]:
-    """Credit of every turn's mode choice: what the group's rollouts tell about it, the modes of
-    their other turns held fixed.
+    """Credit of every turn's mode choice, with the modes of the other turns held fixed.
 
-    `modes[i][t]` is True for a latent block, False for text, None for a turn without a block
-    (credit 0, compared with nobody); `advantages[i]` is the rollout's own. Rollouts whose modes
-    were forced belong in here: they carry much of the comparison, although their tags carry no
-    loss. With m = +½ for a latent block, −½ for text and 0 where there is none, least squares over
-    the rollouts of a group that have a block at turn t fit
+    `modes[i][t]` is True for a latent block, False for text, None for a turn without a block. A
+    turn without a block has credit 0 and is compared with no other. `advantages[i]` is the
+    rollout's own. Pass the rollouts whose modes were forced too: their tags carry no loss, but they
+    carry much of the comparison. Let m = +½ for a latent block, −½ for text and 0 where there is
+    none. Least squares over the rollouts of a group that have a block at turn t fit
 
         A_i      ≈ μ + Δ_t m_it + Σ_{s≠t} γ_s m_is
         credit   = ±½ (Δ_t − b Δ̄): plus for a latent block, minus for text
@@ -194,10 +188,10 @@ def mode_advantages(
     p(1−p)·Δ along the logit. That is exactly the policy gradient of this choice; each of the two
     modes gives half of it.
 
-    Why the other turns: without them Δ_t is mean(A | latent) − mean(A | text), which also holds
-    what the other turns did. A policy that has gone over to text has its right answers on the text
-    side of *every* turn, while many forced latent blocks stand behind another one that has already
-    cost the answer. Then a harmless latent turn looks harmful, and text everywhere sustains itself.
+    Why the other turns: without them Δ_t is mean(A | latent) − mean(A | text), which also contains
+    what the other turns did. Take a policy that has moved to text. Its right answers are on the
+    text side of *every* turn, and many forced latent blocks come after another one that has already
+    cost the answer. A harmless latent turn then looks harmful, and text everywhere sustains itself.
     The fit removes this as far as effects add up.
 
     Why not leave-one-out: a baseline must not depend on the rollout's own action, but nothing is
@@ -206,11 +200,11 @@ def mode_advantages(
     same expectation, but no estimate at all for the only rollout of a rare mode, which is the one
     that is being explored.
 
-    Why the baseline: what all turns have in common is learnt first. Where latent first turns cost
-    the answer and latent last turns gain a little, the mean is negative. A policy would go over to
-    text in both before it has told them apart, and p(1−p) then leaves next to nothing to learn
-    from. A training therefore begins with b = 1. It ends with 0, because a baseline also changes
-    what is optimal: the best policy of the present share.
+    Why the baseline: a policy first learns what all turns have in common. Suppose latent first
+    turns cost the answer and latent last turns gain a little: the mean is negative. The policy
+    would move to text in both before it has told them apart, and p(1−p) then leaves next to nothing
+    to learn from. A training therefore begins with b = 1. It ends with b = 0, because a baseline
+    also changes the optimum, to the best policy with the present share of latent turns.
 
     Bias: (1) A group with one mode gives 0, which shrinks the step and never turns it. Choices that
     a group always makes together share their effect (the solution of least norm). (2) From the
@@ -229,7 +223,7 @@ def mode_advantages(
             f"{len(modes)} lists of modes, {len(advantages)} advantages, {len(groups)} groups: one"
             " of each per rollout"
         )
-    members: dict[Hashable, list[int]] = defaultdict(list)
+    members: dict[Hashable, list[int]] = defaultdict(list)  # group → its rows
     for row, group in enumerate(groups):
         members[group].append(row)
     effects: dict[tuple[int, int], float] = {}  # (rollout, turn) → Δ
@@ -238,13 +232,14 @@ def mode_advantages(
             compared = [
                 row for row in rows if len(modes[row]) > turn and modes[row][turn] is not None
             ]
+            # With one mode alone there is nothing to compare: the credit stays 0.
             if len({modes[row][turn] for row in compared}) == 2:
                 effect = _mode_effect(
                     [modes[row] for row in compared], [advantages[row] for row in compared], turn
                 )
                 effects |= {(row, turn): effect for row in compared}
-    price = baseline * math.fsum(effects.values()) / max(1, len(effects))
-    credits = [[0.0] * len(own) for own in modes]
+    price = baseline * math.fsum(effects.values()) / max(1, len(effects))  # b Δ̄
+    credits = [[0.0] * len(own) for own in modes]  # [rollout][turn]
     for (row, turn), effect in effects.items():
         sign = 0.5 if modes[row][turn] else -0.5
         credits[row][turn] = sign * (effect - price)
@@ -255,8 +250,8 @@ def _mode_effect(
     modes: Sequence[Sequence[bool | None]], advantages: Sequence[float], turn: int
 ) -> float:
     """Δ of `turn`, at which every one of these rollouts has a block, of either mode."""
-    signs = {True: 0.5, False: -0.5, None: 0.0}
-    width = max(map(len, modes))
+    signs = {True: 0.5, False: -0.5, None: 0.0}  # mode → m
+    width = max(map(len, modes))  # turns of the longest rollout
     rows = [[signs[mode] for mode in own] + [0.0] * (width - len(own)) for own in modes]
     table = torch.tensor(rows, dtype=torch.float64)  # (rollouts, turns): m
     outcome = torch.tensor(advantages, dtype=torch.float64)  # (rollouts,): A
@@ -268,22 +263,22 @@ def _mode_effect(
 def informative_groups(
     rewards: Sequence[float], groups: Sequence[Hashable], share: float
 ) -> set[Hashable]:
-    """The groups that hold `share` of the rewards' variance, the most varied first; none where
-    nothing varies.
+    """The groups that together hold `share` of the rewards' variance; none where nothing varies.
 
-    RAGEN's filter by signal to noise: a group of nearly equal rewards is divided by its small
-    deviation, so that its noise weighs as much as another group's signal. ValueError for a share
-    outside (0, 1] or rewards that are not finite.
+    The most varied groups are taken first. This is RAGEN's filter by signal to noise: the advantage
+    divides nearly equal rewards by their small deviation, so their noise would weigh as much as
+    another group's signal. ValueError for a share outside (0, 1] or rewards that are not finite.
     """
     if not 0 < share <= 1:
         raise ValueError(f"a share of {share} of the variance: expected more than 0 and at most 1")
-    members: dict[Hashable, list[float]] = defaultdict(list)
+    members: dict[Hashable, list[float]] = defaultdict(list)  # group → its rewards
     for reward, group in zip(rewards, groups, strict=True):
         if not math.isfinite(reward):
             raise ValueError(f"a reward of group {group!r} is {reward}")
         members[group].append(reward)
     variances = {group: pvariance(values) for group, values in members.items()}
     total, held, kept = math.fsum(variances.values()), 0.0, set()
+    # Both tolerances absorb rounding: equal rewards may show a variance just above 0.
     for group in sorted(variances, key=variances.get, reverse=True):
         if variances[group] <= 1e-18 or held >= share * total * (1 - 1e-12):
             break
@@ -293,14 +288,14 @@ def informative_groups(
 
 
 def mode_information(p_latent: Float[Tensor, " states"]) -> tuple[float, float, float]:
-    """H(M), H(M|X) and I(X;M) = H(M) − H(M|X) in bits, from the exact p(latent | state) of every
-    visited state.
+    """H(M), H(M|X) and I(X;M) = H(M) − H(M|X) in bits.
 
-    H(M) is the entropy of the mean p, H(M|X) the mean of the entropies (RAGEN's diagnostics): H(M)
-    → 0 is mode collapse, a high H(M) with I → 0 is a coin flip that ignores the state. Three NaN
-    for no states. Raises ValueError for a p outside [0, 1].
+    `p_latent` holds the exact p(latent | state) of every visited state. H(M) is the entropy of the
+    mean p, H(M|X) the mean of the entropies (RAGEN's diagnostics). H(M) → 0 is mode collapse. A
+    high H(M) with I → 0 is a coin flip that ignores the state. No states give three NaN.
+    Raises ValueError for a p outside [0, 1].
     """
-    p = p_latent.detach().cpu().double()
+    p = p_latent.detach().cpu().double()  # (states,)
     if not len(p):
         return math.nan, math.nan, math.nan
     outside = ~((p > -1e-6) & (p < 1 + 1e-6))  # float32 may round past the ends; NaN is outside too
@@ -319,6 +314,7 @@ def binary_entropy(p):
     """Entropy in bits of a coin that shows heads with probability p; 0 at p = 0 and p = 1."""
     p = np.asarray(p, dtype=float)
     q = 1 - p
+    # log2(1) = 0 stands in for 0 · log2(0), which would be NaN.
     return -(p * np.log2(np.where(p > 0, p, 1)) + q * np.log2(np.where(q > 0, q, 1)))
 
 

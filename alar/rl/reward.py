@@ -8,16 +8,16 @@ For one trajectory of a group G, with f the share of latent turns among its reas
 
     r_div = δ · d_t · |f − mean_G f|,   d_t = ½ (1 + cos(π t / T)),   s_L = min(1, L / think_length)
 
-δ is 1 as published; 0 switches the bonus off, as an L that no text reaches does with the length
-scale.
+δ is 1 as published; 0 switches the bonus off. An L that no text reaches switches the length scale
+off.
 
-An environment may grade its trajectories (the tool domain's dense score). The grade then stands in
-place of the 1 of a correct trajectory and of the 0 of a wrong one.
+An environment may grade its trajectories (the tool domain's dense score). The grade then replaces
+the 1 of a correct trajectory and the 0 of a wrong one.
 
-Deliberate in the repaired variant: length no longer shrinks a penalty; only correct answers are
-paid for diversity; malformed trajectories do not move the mean that others are compared with; and a
-trajectory that never reasons is malformed. `alar.protocol` decides what is well formed and what is
-thinking, for both variants alike.
+Four points of the repaired variant are deliberate. Length no longer shrinks a penalty. Only correct
+answers are paid for diversity. Malformed trajectories do not move the mean that others are compared
+with. A trajectory that never reasons is malformed. For both variants `alar.protocol` decides what
+is well formed and what is thinking.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Outcome:
     """What the reward knows of one trajectory.
 
     `group` names its prompt; `n_latent` and `n_think` count turns; `think_length` counts the
-    characters that the policy wrote outside latent blocks, tags and actions. `grade` is how right
-    the trajectory is, 1 for wholly; None where only `correct` says so. Raises ValueError for
+    characters that the policy wrote outside latent blocks, tags and actions. `grade` says how right
+    the trajectory is, 1 for wholly; without a grade (None) `correct` decides. Raises ValueError for
     negative counts and a grade that is no number.
     """
 
@@ -65,13 +65,15 @@ class Outcome:
     @property
     def latent_share(self) -> float:
         """f, 0 where there was no reasoning turn."""
-        turns = self.n_latent + self.n_think
+        turns = self.n_latent + self.n_think  # turns without a block do not count
         return self.n_latent / turns if turns else 0.0
 
 
 def diversity_weight(step: int, total_steps: int) -> float:
-    """d_t: 1 at step 0, ½ halfway, 0 at the last step. ValueError for a step outside [0,
-    total_steps]."""
+    """d_t: 1 at step 0, ½ halfway, 0 at the last step.
+
+    Raises ValueError for a step outside [0, total_steps].
+    """
     if total_steps < 1:
         raise ValueError(f"total_steps is {total_steps}: at least one step is needed")
     if not 0 <= step <= total_steps:
@@ -108,31 +110,35 @@ def shaped_rewards(
         )
     if not (math.isfinite(diversity) and diversity >= 0):
         raise ValueError(f"diversity is {diversity}: it must be a number of at least 0")
-    weight = diversity * diversity_weight(step, total_steps)
+    weight = diversity * diversity_weight(step, total_steps)  # δ · d_t
     repaired = variant == "repaired"
 
     shares = defaultdict(list)  # group → f of the members that its mean counts
     for outcome in outcomes:
+        # As published, malformed members move the mean too: a defect of the released code.
         if not repaired or _usable(outcome):
             shares[outcome.group].append(outcome.latent_share)
     means = {group: math.fsum(values) / len(values) for group, values in shares.items()}
 
     def reward(outcome: Outcome) -> float:
-        share = outcome.latent_share
+        share = outcome.latent_share  # f
         scale = 1.0  # s_L
-        if outcome.think_length:
+        if outcome.think_length:  # 0 characters: all latent, nothing to scale down
             scale = min(1.0, length_tolerance / outcome.think_length)
         if repaired:
             if not _usable(outcome):
                 return MALFORMED
             if not outcome.correct:
+                # No s_L here: a long text must not soften the penalty.
                 return outcome.worth - alpha * share
-            bonus = weight * abs(share - means[outcome.group])
+            bonus = weight * abs(share - means[outcome.group])  # r_div
             return scale * (outcome.worth + alpha * share) + bonus
         if not outcome.well_formed:
             return MALFORMED
         bonus = weight * abs(share - means[outcome.group])
+        # r_fmt is the worth plus this.
         signed = alpha * share if outcome.correct else -alpha * share
+        # s_L shrinks a negative sum too, as published.
         return scale * (outcome.worth + signed + bonus)
 
     return [reward(outcome) for outcome in outcomes]

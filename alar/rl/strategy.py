@@ -5,13 +5,13 @@
     Credit    the advantage of every token
     Loss      the mean loss of the sampled tokens, from their advantages and log-probs
 
-A `Strategy` is one of each, and both trainers take it whole. The base classes do what GRPO does;
-AR-GRPO's choices stand below them, and `ar_grpo` picks those that an `RLConfig` asks for. A further
-method is a small class that overrides what it changes; `alar.methods.length_rewards` is an example.
+A `Strategy` holds one of each, and both trainers take it whole. The base classes do what GRPO does.
+AR-GRPO's choices come below them, and `ar_grpo` picks those that an `RLConfig` asks for. Another
+method is a small class that overrides what it changes: see `alar.methods.length_rewards`.
 
 Every part is a frozen dataclass whose fields are plain JSON values. So a strategy can be written
-down as its classes and their settings: `to_json` is how it reaches the processes of verl, and how a
-resumed training knows that it goes on with the same one.
+as its classes and their settings (`to_json`). In this form it reaches the processes of verl, and a
+resumed training checks that it goes on with the same strategy.
 """
 
 from __future__ import annotations
@@ -36,13 +36,17 @@ from alar.rl.reward import diversity_weight, shaped_rewards
 from alar.rl.summary import TrajectorySummary, outcomes_of
 from alar.rollout.loop import ModePlan
 
-TrajectoryScorer = Callable[[Sequence[Trajectory]], list[float]]
+TrajectoryScorer = Callable[[Sequence[Trajectory]], list[float]]  # trajectories → one score each
 
 
 class Reward(ABC):
-    """`modes`: "free" where the policy chooses between text and latent blocks, "off" where it
-    reasons in text only. `selects`: whether the best weights on validation are returned, or else
-    the last ones; a reward that compares samples of one prompt says nothing of greedy answers."""
+    """What a trajectory is worth.
+
+    `modes`: "free" where the policy chooses between text and latent blocks, "off" where it reasons
+    in text only. `selects`: True returns the weights that were best on validation, False the last
+    ones. A reward that compares samples of one prompt cannot judge greedy answers, so it does not
+    select.
+    """
 
     modes: ClassVar[Literal["free", "off"]] = "free"
     selects: ClassVar[bool] = False
@@ -67,8 +71,10 @@ class Reward(ABC):
         return environment
 
     def scorer(self, reference, tokenizer, form: Form) -> TrajectoryScorer | None:
-        """For a reward that needs more than summaries: what gives each its `score`, by the frozen
-        start of the training. In process only."""
+        """What gives each trajectory its `score`, for a reward that needs more than summaries.
+
+        `reference` is the frozen start of the training. Only the trainer in this process calls it.
+        """
         return None
 
 
@@ -88,29 +94,33 @@ class Credit(ABC):
 
 @dataclass(frozen=True)
 class Sampler:
-    """Each question once per epoch, no mode forced. All that it draws is a function of the seed and
-    the step alone, so that a resumed training goes on alike. `writer`: whose trajectories are
-    trained on, the policy's or those of the frozen reference (off-policy)."""
+    """Each question once per epoch, no mode forced.
+
+    All draws depend on the seed and the step alone, so a resumed training goes on as if it had not
+    stopped. `writer`: whose trajectories are trained on, the policy's or those of the frozen
+    reference (off-policy).
+    """
 
     prompts_per_step: int
     group_size: int
     seed: int = 0
-    kept_variance: float = 1.0
+    kept_variance: float = 1.0  # 1 keeps every group
     writer: Literal["policy", "reference"] = "policy"
 
     def prompts(self, questions: Sequence[Question], step: int) -> list[Question]:
         """The questions of a step. Raises ValueError where there are fewer than one step needs."""
         size = self.prompts_per_step
-        per_epoch = len(questions) // size
+        per_epoch = len(questions) // size  # steps; a remainder smaller than a step is left out
         if not per_epoch:
             raise ValueError(f"{len(questions)} training questions, fewer than rl.prompts_per_step")
+        # The seed names the epoch, so any step finds its order without the steps before it.
         order = list(range(len(questions)))
         random.Random(f"prompts {self.seed} {(step - 1) // per_epoch}").shuffle(order)
-        first = (step - 1) % per_epoch * size
+        first = (step - 1) % per_epoch * size  # steps count from 1
         return [questions[i] for i in order[first : first + size]]
 
     def rollout_seed(self, step: int) -> int:
-        return self.seed * 1_000_003 + step
+        return self.seed * 1_000_003 + step  # a large prime keeps the steps of two seeds apart
 
     def explores(self, row: int) -> bool:
         """Whether some mode of this row of the step is drawn at random."""
@@ -121,8 +131,11 @@ class Sampler:
         return "free"
 
     def kept(self, rewards: Sequence[float], groups: Sequence[Hashable]) -> list[bool]:
-        """Which trajectories carry loss: with `kept_variance` below 1 those of the groups that hold
-        this share of the rewards' variance (RAGEN)."""
+        """Which trajectories carry loss.
+
+        With `kept_variance` below 1, those of the groups that hold this share of the rewards'
+        variance (RAGEN).
+        """
         if self.kept_variance == 1:
             return [True] * len(groups)
         kept = informative_groups(rewards, groups, self.kept_variance)
@@ -137,8 +150,10 @@ class Loss(ABC):
         behaviour: Float[Tensor, " tokens"],
         advantages: Float[Tensor, " tokens"],
     ) -> tuple[Float[Tensor, ""], float]:
-        """(mean loss over the tokens, share of them that are clipped). `behaviour` are the
-        log-probs at the time of sampling."""
+        """(mean loss over the tokens, share of tokens that are clipped).
+
+        `behaviour` holds the log-probs at the time of sampling.
+        """
 
 
 # The choices of AR-GRPO.
@@ -161,7 +176,8 @@ class ShapedReward(Reward):
         )
 
     def validation(self, summaries, total_steps):
-        """Those of the last step, where diversity no longer pays."""
+        """The rewards of the last step, where diversity no longer pays."""
+        # Each greedy trajectory is a group of its own.
         return self.rewards(summaries, range(len(summaries)), total_steps, total_steps)
 
 
@@ -172,6 +188,7 @@ class GroupCredit(Credit):
     norm_by_std: bool = True
 
     def of_trajectories(self, rewards: Sequence[float], groups: Sequence[Hashable]) -> list[float]:
+        # Group → 0, 1, …, because a tensor holds no strings.
         numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
         return group_advantages(
             torch.tensor(rewards),
@@ -180,15 +197,17 @@ class GroupCredit(Credit):
         ).tolist()
 
     def advantages(self, summaries, lengths, rewards, groups, step, total_steps):
-        whole = self.of_trajectories(rewards, groups)
+        whole = self.of_trajectories(rewards, groups)  # one advantage per trajectory
         return [[value] * length for value, length in zip(whole, lengths, strict=True)]
 
 
 @dataclass(frozen=True)
 class TurnCredit(GroupCredit):
-    """The pieces of a turn's open tag carry the credit of the mode chosen there (`mode_advantages`)
-    times `mode_weight`, instead of the trajectory's advantage. The baseline of that credit falls
-    from `mode_baseline` to 0, as the diversity bonus does."""
+    """GRPO's advantages, but a turn's open tag carries the credit of the mode chosen there.
+
+    The credit (`mode_advantages`) times `mode_weight` replaces the trajectory's advantage on the
+    pieces of the tag. Its baseline falls from `mode_baseline` to 0, as the diversity bonus does.
+    """
 
     mode_weight: float = 1.0
     mode_baseline: float = 0.0
@@ -201,6 +220,7 @@ class TurnCredit(GroupCredit):
             list(groups),
             baseline=self.mode_baseline * diversity_weight(step, total_steps),
         )
+        # The tag is where the mode is chosen. An empty span (no clear tag) changes nothing.
         for row, (summary, of_turns) in enumerate(zip(summaries, credits)):
             for (begin, end), credit in zip(summary.tags, of_turns):
                 tokens[row][begin:end] = [self.mode_weight * credit] * (end - begin)
@@ -209,14 +229,16 @@ class TurnCredit(GroupCredit):
 
 @dataclass(frozen=True)
 class ExploringSampler(Sampler):
-    """In the last `explore_fraction` of every group the mode of one turn is drawn at random, so
-    that the comparison of modes never runs dry."""
+    """In the last `explore_fraction` of every group the mode of one turn is drawn at random.
+
+    Without this, a policy that prefers one mode would leave nothing to compare it with.
+    """
 
     explore_fraction: float = 0.5
 
     def explores(self, row):
-        explorers = round(self.explore_fraction * self.group_size)
-        return row % self.group_size >= self.group_size - explorers
+        explorers = round(self.explore_fraction * self.group_size)  # per group
+        return row % self.group_size >= self.group_size - explorers  # rows of a group are adjacent
 
     def modes(self, step):
         """The turn is the first with probability ½, else the second with ½, and so on. All other
@@ -225,8 +247,10 @@ class ExploringSampler(Sampler):
         def plan(row: int, turn: int) -> str:
             if not self.explores(row):
                 return "free"
+            # Seeded by row: every turn of it sees the same plan.
             draw = random.Random(f"explore {self.seed} {step} {row}")
             mode = draw.choice(("think", "latent"))
+            # Turn t with probability ½^(t+1).
             explored = next(number for number in itertools.count() if draw.random() < 0.5)
             return mode if turn == explored else "free"
 
@@ -242,6 +266,7 @@ class ClippedLoss(Loss):
 
     def __call__(self, log_probs, behaviour, advantages):
         everywhere = torch.ones_like(log_probs, dtype=torch.bool)[None]  # (1, tokens)
+        # policy_loss wants (B, T): one row of all tokens.
         loss, details = policy_loss(
             log_probs[None], behaviour[None], advantages[None], everywhere, **asdict(self)
         )

@@ -1,7 +1,7 @@
-"""What one step's trajectories come to: their summaries, and the metrics that both trainers note.
+"""Summaries of one step's trajectories, and the metrics that both trainers log.
 
-A `TrajectorySummary` is all that rewards, credit and metrics need to know of a trajectory, without
-tokens or tensors. So it can travel between the processes of a distributed job.
+A `TrajectorySummary` is all that rewards, credit and metrics need to know of a trajectory. It holds
+no tokens or tensors, so it can travel between the processes of a distributed job.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ class TrajectorySummary:
     """Counts of one trajectory and, turn by turn, `modes`, `tags` and `hard`.
 
     A mode is True for a latent block, False for text and None for a turn without a block. A tag is
-    the span of the turn's open tag among the trajectory's ids, empty where the tag was written in
-    other pieces. `explorer`: some mode was not the policy's own choice. `score` is what the
-    reward's own scorer gave (`Reward.scorer`), NaN without one; `grade` is that of `Outcome`.
+    the span of the turn's open tag among the trajectory's ids. The span is empty where the tag was
+    written in other pieces. `explorer`: the policy did not choose every mode itself. `score` comes
+    from the reward's own scorer (`Reward.scorer`) and is NaN without one. `grade` is that of
+    `Outcome`.
     """
 
     correct: bool
     well_formed: bool
     n_latent: int
     n_think: int
-    think_length: int
+    think_length: int  # characters
     generated_tokens: int
-    modes: tuple[bool | None, ...]
-    tags: tuple[tuple[int, int], ...]
-    hard: tuple[bool, ...]
+    modes: tuple[bool | None, ...]  # one per turn, as tags and hard
+    tags: tuple[tuple[int, int], ...]  # (begin, end) in ids, end excluded
+    hard: tuple[bool, ...]  # something must be computed in this turn
     explorer: bool
-    question: str = ""
+    question: str = ""  # its id
     score: float = float("nan")
     grade: float | None = None
 
@@ -52,7 +53,7 @@ class TrajectorySummary:
         *,
         explorer: bool = False,
     ) -> TrajectorySummary:
-        latent_of = {"latent": True, "think": False}
+        latent_of = {"latent": True, "think": False}  # "none" is in neither: its mode is None
         modes = tuple(latent_of.get(turn.mode) for turn in trajectory.turns)
         return cls(
             correct=trajectory.correct,
@@ -74,12 +75,14 @@ class TrajectorySummary:
 def _tag(trajectory: Trajectory, turn: int, latent: bool | None, codec: Codec) -> tuple[int, int]:
     begin = block_start(trajectory, turn, codec)
     tag = codec.latent_open if latent else codec.think_open
+    # The same text in other pieces is not the choice that p(latent) describes.
     written = latent is not None and trajectory.ids[begin : begin + len(tag)] == tag
     return begin, begin + len(tag) if written else begin
 
 
 def own_choices(summaries: Sequence[TrajectorySummary]) -> list[int]:
     """Rows of the trajectories that chose all their modes themselves; all rows where none did."""
+    # Forced modes say nothing about the policy.
     free = [row for row, summary in enumerate(summaries) if not summary.explorer]
     return free or list(range(len(summaries)))
 
@@ -105,18 +108,20 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Metrics of one step, counted from 1; `trained` says which trajectories carry loss.
 
-    Those of behaviour describe the trajectories whose modes the policy chose itself, if there are
-    any. `p_latent` holds, for each of these, the probability of the latent mode in every state
+    The metrics of behaviour describe the trajectories whose modes the policy chose itself, if there
+    are any. `p_latent` holds for each of these the probability of the latent mode in every state
     that it visited.
     """
     chosen = [summaries[row] for row in own_choices(summaries)]
+    # Of every turn: (latent, hard).
     turns = [(mode is True, hard) for s in chosen for mode, hard in zip(s.modes, s.hard)]
     entropy, given_state, information = mode_information(
-        torch.tensor([p for row in p_latent for p in row])
+        torch.tensor([p for row in p_latent for p in row])  # (states,)
     )
-    by_group = defaultdict(list)
+    by_group = defaultdict(list)  # group → its rewards
     for reward, group in zip(rewards, groups, strict=True):
         by_group[group].append(reward)
+    # Such a group has no advantage to learn from; 1e-9 absorbs rounding.
     equal = [max(group) - min(group) < 1e-9 for group in by_group.values()]
     return {
         "step": step,
@@ -139,7 +144,7 @@ def rollout_metrics(
 def validation_metrics(
     summaries: Sequence[TrajectorySummary], rewards: Sequence[float]
 ) -> dict[str, float]:
-    """Of greedy trajectories, one per question, and their rewards (`Reward.validation`)."""
+    """Metrics of greedy trajectories, one per question; `rewards` come from `Reward.validation`."""
     count = len(summaries)
     turns = sum(len(s.modes) for s in summaries)
     return {
@@ -151,4 +156,4 @@ def validation_metrics(
 
 
 def _share(wanted: Sequence[bool]) -> float:
-    return sum(wanted) / len(wanted) if wanted else float("nan")
+    return sum(wanted) / len(wanted) if wanted else float("nan")  # NaN: there was nothing to count

@@ -2,9 +2,9 @@
 
     questions ─ sampler ─> trajectories ─ reward ─> rewards ─ credit ─> advantages ─ loss ─> update
 
-The four are the `Strategy` (`alar.rl.strategy`) that the trainer is given. Unlike in the released
-code, behaviour log-probs are the true ones, the mask comes from token origins, and the step of d_t
-is the trainer's own, also after a resume.
+The trainer is given these four parts as a `Strategy` (`alar.rl.strategy`). Three points differ from
+the released code: behaviour log-probs are the true ones, the mask comes from token origins, and the
+step of d_t is the trainer's own, also after a resume.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def token_logprobs(
     latents: str,
     constrain: Callable[[Tensor], Tensor] | None = None,
 ) -> Float[Tensor, " tokens"]:
-    """Log-probs of the masked tokens in row-major order, under a latent or an ordinary model.
+    """Log-probs (n,) of the masked tokens, row by row, under a latent or an ordinary model.
 
     `latents`: "recomputed" by `model`, or "cached" as recorded. `constrain` changes the logits
     (tokens, V) before the temperature.
@@ -93,15 +93,17 @@ def token_logprobs(
     base = _base(model)
     if hasattr(base, "latent_states"):
         cached = batch.latents if latents == "cached" and len(batch.latents) else None
+        # hidden (B, T, H); z is computed anew unless recorded ones are given.
         hidden = base.latent_states(batch.ids, batch.attention_mask, latents=cached).hidden
     else:
         output = base.model(batch.ids, batch.attention_mask, use_cache=False)
-        hidden = output.last_hidden_state
+        hidden = output.last_hidden_state  # (B, T, H)
     # The state before a token predicts it: position t − 1 for the token at t.
     chosen = batch.mask[:, 1:]  # (B, T − 1)
     logits = policy_logits(base, hidden[:, :-1][chosen])  # (n, V)
     if constrain is not None:
         logits = constrain(logits)
+    # The ratio needs the distribution that was sampled from, so the same temperature here.
     if temperature > 0:
         logits = logits / temperature
     return torch.log_softmax(logits, -1).gather(1, batch.ids[:, 1:][chosen][:, None])[:, 0]
@@ -128,11 +130,13 @@ class ARGRPO:
         max_new_tokens: int = 128,
         batch_size: int = 256,
     ):
-        """`max_new_tokens` per turn; `batch_size` trajectories at once; `folder` keeps the state of
-        an interrupted training. Raises ValueError for a config that contradicts itself and for
-        fewer questions than a step needs."""
+        """`max_new_tokens` counts per turn, `batch_size` trajectories at once.
+
+        `folder` keeps the state of an interrupted training. Raises ValueError for a config that
+        contradicts itself and for fewer questions than a step needs.
+        """
         config.refuse_inconsistencies()
-        strategy.sampler.prompts(questions, 1)
+        strategy.sampler.prompts(questions, 1)  # raises here rather than in the first step
         self.config, self.strategy, self.tokenizer = config, strategy, tokenizer
         self.environment = strategy.reward.environment(environment)
         self.questions, self.validation = list(questions), list(validation)
@@ -140,6 +144,7 @@ class ARGRPO:
         self.max_turns, self.max_new_tokens = max_turns, max_new_tokens
         self.batch_size = batch_size
         torch.manual_seed(strategy.sampler.seed)  # for the first values of adapters
+        # Copied before adapters are added: the KL penalty is to the start of the training.
         self.reference = copy.deepcopy(model).eval().requires_grad_(False)
         self.model = mark_trainable(
             model,
@@ -154,10 +159,10 @@ class ARGRPO:
         on_policy = strategy.sampler.writer == "policy"
         self.writer = self.engine if on_policy else self.make_engine(self.reference)
         self.scorer = strategy.reward.scorer(self.reference, tokenizer, environment.form)
-        self.done = 0
-        self.best = float("-inf")
+        self.done = 0  # finished steps
+        self.best = float("-inf")  # best validation reward so far
         self.best_weights: dict[str, Tensor] | None = None
-        self.rows: list[dict] = []
+        self.rows: list[dict] = []  # metrics, one row per step
 
     def make_engine(self, model) -> HFEngine:
         return HFEngine(model, self.tokenizer)
@@ -230,9 +235,9 @@ class ARGRPO:
             self.strategy.credit,
             self.strategy.sampler,
         )
-        self.model.eval()
+        self.model.eval()  # no dropout: update and rollout must be one policy
         trajectories, groups = self.rollouts(number)
-        scores = [float("nan")] * len(trajectories)
+        scores = [float("nan")] * len(trajectories)  # NaN: this reward has no scorer
         if self.scorer:
             scores = self.scorer(trajectories)
         summaries = [
@@ -241,8 +246,10 @@ class ARGRPO:
         ]
         rewards = reward.rewards(summaries, groups, number, total)
         lengths = [len(t.ids) for t in trajectories]
+        # One list per trajectory, one value per token.
         advantages = credit.advantages(summaries, lengths, rewards, groups, number, total)
         kept = sampler.kept(rewards, groups)
+        # Empty where no reward varies: then there is no update.
         trained = [row for row, used in enumerate(kept) if used]
         update = {}
         if trained:
@@ -266,15 +273,18 @@ class ARGRPO:
         }
 
     def _update(self, trajectories: list[Trajectory], advantages: list[list[float]]) -> dict:
-        """One optimiser step over all trajectories, in `gradient_accumulation` parts of similar
-        shape."""
+        """One optimiser step over all trajectories, in `gradient_accumulation` parts.
+
+        Each part holds trajectories of similar shape, so there is little padding.
+        """
         config = self.config
         order = sorted(
             range(len(trajectories)),
             key=lambda i: (trajectories[i].num_latent_turns, len(trajectories[i].ids)),
         )
-        size = -(-len(order) // config.gradient_accumulation)
+        size = -(-len(order) // config.gradient_accumulation)  # rounded up
         parts = [order[i : i + size] for i in range(0, len(order), size)]
+        # Tokens that carry loss, over all parts.
         total = sum(sum(self.carries_loss(t)) for t in trajectories)
         sums = {"loss": 0.0, "kl": 0.0, "clip_fraction": 0.0, "ratio_error": 0.0}
         self.optimizer.zero_grad()
@@ -286,11 +296,12 @@ class ARGRPO:
             logprobs = self.logprobs(self.model, batch)  # (n,)
             with torch.no_grad():
                 reference = self.logprobs(self.reference, batch)  # (n,)
-            chosen = batch.mask[:, 1:]
+            chosen = batch.mask[:, 1:]  # (B, T − 1), the order of logprobs
             behaviour, advantage = batch.behaviour[:, 1:][chosen], batch.advantages[:, 1:][chosen]
             loss, clipped = self.strategy.loss(logprobs, behaviour, advantage)
-            kl = kl_penalty(logprobs, reference, kind="low_var_kl").mean()
+            kl = kl_penalty(logprobs, reference).mean()
             share = len(logprobs) / total  # every token weighs alike, whatever part it is in
+            # Backward per part: only one part's activations are in memory.
             ((loss + config.kl_coefficient * kl) * share).backward()
             sums["loss"] += loss.item() * share
             sums["kl"] += kl.item() * share
@@ -306,8 +317,10 @@ class ARGRPO:
         return sums
 
     def validate(self) -> dict:
-        """Greedy answers to the validation questions (counterfactual worlds that nothing trains
-        on)."""
+        """Greedy answers to the validation questions.
+
+        In search they ask about counterfactual worlds that nothing trains on.
+        """
         reward = self.strategy.reward
         self.model.eval()
         trajectories = self._run(self.engine, self.validation, temperature=0.0, modes=reward.modes)
@@ -315,8 +328,11 @@ class ARGRPO:
         return validation_metrics(summaries, reward.validation(summaries, self.config.steps))
 
     def fit(self, log: Callable[[dict], None] = print):
-        """All steps, from the state in `folder` if there is one; returns the selected model, merged
-        and in eval mode. `log` gets a row per step, those before the interruption too."""
+        """Do all steps, from the state in `folder` if there is one.
+
+        Returns the selected model, merged and in eval mode. `log` gets one row per step, including
+        the steps before an interruption.
+        """
         config = self.config
         self._resume(log)
         while self.done < config.steps:
@@ -331,6 +347,7 @@ class ARGRPO:
             if self.done % config.checkpoint_every == 0 or last:
                 self._checkpoint()
         if self.strategy.reward.selects and self.best_weights is not None:
+            # strict=False: only the trained weights were kept.
             self.model.load_state_dict(self.best_weights, strict=False)
         return merged(self.model).requires_grad_(True).eval()
 
@@ -340,7 +357,7 @@ class ARGRPO:
         }
 
     def _settings(self) -> dict:
-        """All that the numbers depend on. The strategy's own `credit` stands for the config's."""
+        """All that the numbers depend on. The strategy's `credit` replaces the config's."""
         limits = {
             "max_turns": self.max_turns,
             "max_new_tokens": self.max_new_tokens,

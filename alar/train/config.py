@@ -30,7 +30,7 @@ class Supervised(Section):
     trainable: Literal["lora", "full"] = "full"
     lora_rank: Count = 16
     lora_alpha: Count = 32
-    # Batches among which examples of similar shape are put together; 1 = batches as they come.
+    # Examples of similar shape are put together among so many batches; 1 = batches as they come.
     batch_pool: Count = 16
     max_examples: CountOrNone = 0  # 0 = all
 

@@ -27,17 +27,18 @@ def num_processes() -> int:
 
 
 def rank() -> int:
-    """The number of this process among them."""
+    """The number of this process, from 0."""
     return int(os.environ.get("RANK", 0))
 
 
 def shard(model, device: torch.device | str, compute_dtype: torch.dtype | None = None):
     """Shard a latent model, wrapped by peft or not, over all processes, in place.
 
-    All processes hold the same weights before; the shards move to `device`. `compute_dtype` (None:
-    as stored) is the trunk's in the calls, the shards that are optimised keep their dtype.
+    All processes must hold the same weights before. The shards move to `device`. `compute_dtype`
+    (None: as stored) is what the trunk computes in; the shards that are optimised keep their dtype.
     Afterwards call the model itself, with labels: outside such a call its parts have no weights.
     """
+    # One dimension: every process.
     mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype)
     trunk = (model.get_base_model() if isinstance(model, PeftModel) else model).model
@@ -61,7 +62,7 @@ def collect(sharded, model) -> None:
 
     One parameter at a time, so that no process holds all of them twice.
     """
-    targets = dict(model.named_parameters())
+    targets = dict(model.named_parameters())  # name → the whole tensor
     for name, parameter in sharded.named_parameters():
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         targets[name].data.copy_(whole)

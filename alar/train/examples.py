@@ -45,7 +45,7 @@ def with_latent_turns(
             f" {trajectory.question.id}"
         )
     ids, origins = [], []
-    copied = 0  # tokens of the trajectory that are dealt with
+    copied = 0  # tokens of the trajectory that are already dealt with
     for number, (turn, latent) in enumerate(zip(trajectory.turns, latent_turns)):
         # What the policy read before this turn: the prompt, or the last observation.
         ids += trajectory.ids[copied : turn.start]
@@ -64,7 +64,7 @@ def with_latent_turns(
 
 
 def aasd_examples(trajectories: Sequence[Trajectory], codec: Codec) -> list[Example]:
-    """Every turn latent. ValueError if no trajectory is successful."""
+    """Examples with every turn latent. ValueError if no trajectory is successful."""
     return [
         with_latent_turns(trajectory, codec, [True] * len(trajectory.turns))
         for trajectory in successful(trajectories)
@@ -74,7 +74,7 @@ def aasd_examples(trajectories: Sequence[Trajectory], codec: Codec) -> list[Exam
 def warmup_examples(
     trajectories: Sequence[Trajectory], codec: Codec, probability: float, seed: int
 ) -> list[Example]:
-    """Each turn latent with `probability`, else the teacher's text."""
+    """Each turn is latent with `probability`, else it keeps the teacher's text."""
     rng = random.Random(f"mode warm-up {seed}")
     examples = []
     for trajectory in successful(trajectories):
@@ -84,7 +84,7 @@ def warmup_examples(
 
 
 def at_most(examples: Sequence[Example], count: int, seed: int) -> list[Example]:
-    """`count` of them, drawn at random; all if there are no more, or if `count` is 0."""
+    """`count` of the examples, drawn at random; all if there are no more, or if `count` is 0."""
     if count == 0 or count >= len(examples):
         return list(examples)
     return random.Random(seed).sample(examples, count)
@@ -124,12 +124,12 @@ class SimilarBatches:
     call serves a few rows only, and with similar lengths there is little padding.
 
     Examples are shuffled, cut into pools of `pool` batches, and sorted by shape within each pool;
-    then the batches are shuffled. A pool of one batch leaves them mixed as they come, so that a
-    batch is not of one kind where examples of one shape are of one kind.
+    then the batches are shuffled. A pool of one batch leaves examples mixed as they come. Use it
+    where examples of one shape are all of one kind, because a batch would hold that kind only.
 
     Several processes draw the same global batches of `batch_size` times `processes` examples. Each
-    takes every `processes`-th example of them, from number `rank` on: all make the same number of
-    steps, on rows that differ little. If the last batch is too small for all processes, one that
+    takes every `processes`-th example, from number `rank` on. So all make the same number of steps,
+    on rows that differ little. If the last batch is too small for all processes, a process that
     gets nothing repeats the batch's first example.
     """
 
@@ -143,7 +143,7 @@ class SimilarBatches:
         rank: int = 0,
         processes: int = 1,
     ):
-        self.shapes = [(example.num_blocks, len(example.ids)) for example in examples]
+        self.shapes = [(example.num_blocks, len(example.ids)) for example in examples]  # sort keys
         self.batch_size = batch_size * processes  # of all processes together
         self.seed, self.pool, self.epoch = seed, pool, 0
         self.rank, self.processes = rank, processes
@@ -155,14 +155,14 @@ class SimilarBatches:
         return -(-len(self.shapes) // self.batch_size)  # rounded up
 
     def __iter__(self) -> Iterator[list[int]]:
-        rng = random.Random(f"batches {self.seed} {self.epoch}")
-        order = list(range(len(self.shapes)))
+        rng = random.Random(f"batches {self.seed} {self.epoch}")  # equal in every process
+        order = list(range(len(self.shapes)))  # numbers of examples
         rng.shuffle(order)
         batches = []
         pool_size = self.batch_size * self.pool
         for start in range(0, len(order), pool_size):
             pool = sorted(order[start : start + pool_size], key=self.shapes.__getitem__)
             batches += [pool[i : i + self.batch_size] for i in range(0, len(pool), self.batch_size)]
-        rng.shuffle(batches)
+        rng.shuffle(batches)  # else every pool would go from short to long
         self.epoch += 1
         return (batch[self.rank :: self.processes] or batch[:1] for batch in batches)

@@ -1,13 +1,13 @@
 """Pretraining of an embedded base: a tokenizer and a small Qwen2 (search) or Qwen3 (tool).
 
-In search the trajectories ask about counterfactual worlds, with passages from the real retriever;
-in the tool domain they call functions that are really run. All reason in text, and the loss covers
-what the policy writes. `params/laptop-from-scratch.yaml` repeats it.
+In search the trajectories ask about counterfactual worlds, with passages from the real retriever.
+In the tool domain they call functions that are really run. All reason in text, and the loss covers
+what the policy writes. `params/laptop-from-scratch.yaml` repeats the pretraining.
 
 The schedule is a warm-up, a constant rate, and a linear decay over the last third. A batch is made
-of `PARTS` parts, each with trajectories of similar lengths. A single part would hold one type of
-question, and every step would pull what the types differ in, such as whether any function fits,
-towards the type of the moment.
+of `PARTS` parts, each with trajectories of similar lengths. Trajectories of one length are mostly
+of one question type. In a batch of a single part every step would pull the model towards that type
+in all that the types differ in, such as whether any function fits.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ CHAT_TEMPLATE = (
 )
 # What takes longest to learn comes most often; arithmetic is two skills in one type.
 MIXTURE = ("single", "bridge", "comparison", "comparison", "arithmetic", "arithmetic", "arithmetic")
-# Occurrences that a piece needs; otherwise the tool domain's made-up words would become pieces.
+# How often a piece must occur: without this, made-up words of the tool domain would become pieces.
 LEAST_FREQUENT = {"search": 0, "tool": 40}
 SPARE_ROWS = 16  # of the embedding table; the first becomes the latent token
 HEAD_SIZE = 32  # two queries per key
 WEIGHT_DECAY = 0.01
-WARMUP_STEPS = 100
+WARMUP_STEPS = 100  # the rate rises linearly from 0
 DECAY_FRACTION = 0.35  # of the steps, over which the rate falls to zero
 LOG_EVERY = 50  # steps
 SAVE_EVERY = 200  # steps
@@ -197,7 +197,7 @@ def encode_trajectory(
     codec: Codec, question: str, turns: Sequence[SolvedTurn]
 ) -> tuple[list[int], list[int]]:
     """ids and labels (NO_LOSS where the policy did not write)."""
-    ids = codec.prompt(question)
+    ids = codec.prompt(question)  # the policy does not write it: no loss
     labels = [NO_LOSS] * len(ids)
     for number, (thought, action, argument, observation) in enumerate(turns):
         turn, _ = codec.think_turn(thought, action, argument, first=number == 0)
@@ -221,6 +221,7 @@ def batches(
     number, skipped = first
     size = config.batch_size // PARTS
     while True:
+        # (ids, labels) of one world.
         rows = list(source.encoded(codec, number, config.questions_per_world))
         rows.sort(key=lambda row: len(row[0]))
         parts = [rows[i : i + size] for i in range(0, len(rows), size)]
@@ -235,20 +236,24 @@ def batches(
 def summed_cross_entropy(
     model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Over the labelled tokens of (B, T) ids, in nats, with gradient.
+    """Sum over the labelled tokens of (B, T) ids, in nats, with gradient.
 
     Right padding needs no mask under causal attention.
     """
     hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]  # (B, T-1, H)
     targets = labels[:, 1:]  # (B, T-1)
-    scored = targets != NO_LOSS
+    scored = targets != NO_LOSS  # (B, T-1)
     return torch.nn.functional.cross_entropy(
-        model.lm_head(hidden[scored]), targets[scored], reduction="sum"
+        # Logits only where there is a label: (n, V) instead of (B, T-1, V).
+        model.lm_head(hidden[scored]),
+        targets[scored],
+        reduction="sum",
     )
 
 
 def pretraining_rate(step: int, config: Pretrain) -> float:
-    """Of step 1, 2, …"""
+    """Learning rate of a step; steps count from 1."""
+    # Below 1 in the last DECAY_FRACTION of the steps.
     remaining = (config.steps - step + 1) / (DECAY_FRACTION * config.steps)
     return config.learning_rate * min(1.0, step / WARMUP_STEPS, remaining)
 
@@ -296,7 +301,7 @@ def pretrain(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY
     )
-    done, tokens, seconds = 0, 0, 0.0
+    done, tokens, seconds = 0, 0, 0.0  # steps, tokens seen with padding, wall time
     rows: list[dict] = []
     place = (0, -1)  # of the last part that was trained on
     if state is not None:
@@ -307,6 +312,7 @@ def pretrain(
         place = tuple(state["place"])
     losses: list[float] = []  # since the last row of the log
     started = time.perf_counter() - seconds
+    # Begins behind the part that was trained on last.
     stream = batches(codec, config, source, (place[0], place[1] + 1))
     for step in range(done + 1, config.steps + 1):
         parts = [next(stream) for _ in range(PARTS)]

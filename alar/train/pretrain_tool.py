@@ -1,4 +1,4 @@
-"""What the base of the tool domain is pretrained on: the expert's trajectories, as ids and labels.
+"""The text that pretrains the tool domain's base: the expert's trajectories, as ids and labels.
 
 The ids are exactly those that the agent loop would record if a policy wrote the expert's turns.
 """
@@ -18,7 +18,7 @@ from alar.train.examples import NO_LOSS
 # What takes longest to learn comes most often.
 MIXTURE = (*questions.CATEGORIES, "parallel", "parallel_multiple", "multi_turn")
 HARD_SHARE = 0.5
-# Of the requests that base models are pretrained on; later stages use small seeds.
+# Seeds of the pretraining requests start here; later stages use small seeds, so they draw others.
 FIRST_SEED = 1_000_000
 
 
@@ -30,14 +30,14 @@ def solved(number: int, count: int, seed: int) -> list[questions.Solved]:
 
 
 def observations(item: questions.Solved) -> list[str]:
-    """What the policy reads after every turn; "" after the last.
+    """What the policy reads after each turn; "" after the last.
 
     The functions run in this process: the arguments are the expert's own.
     """
     seen = []
     for step in item.steps:
         calls = parse_calls(step.argument)[0] if step.action == "call" else []
-        responses = []
+        responses = []  # one per call, in their order
         for call in calls:
             result = CALLABLE[call["name"]].run(**call["arguments"])
             responses.append(response_text(result))

@@ -1,8 +1,8 @@
-"""Interrupted training: the one way in which a trainer keeps its state and finds it again.
+"""Interrupted training: every trainer saves its state here and finds it again.
 
-A state belongs to the settings that it was made with. Under the same settings a trainer goes on
-where it was stopped and ends with the numbers of an uninterrupted run; under other settings the
-state is refused.
+A state belongs to the settings that it was made with. With the same settings a trainer goes on
+where it stopped, and ends with the numbers of an uninterrupted run. With other settings the state
+is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STATE_FILE = "resume.pt"
 
 
 def save_state(folder: str | Path, settings: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Replace the state in `folder` in one step: a kill leaves the old one or the new one.
+    """Replace the state in `folder` in one step: a kill leaves the old state or the new one.
 
     Both mappings hold plain values, tensors, and lists or mappings of them.
     """
@@ -35,9 +35,9 @@ def load_state(folder: str | Path, settings: Mapping[str, Any]) -> dict[str, Any
     path = Path(folder) / STATE_FILE
     if not path.exists():
         return None
-    kept = torch.load(path, weights_only=True)
+    kept = torch.load(path, weights_only=True)  # weights_only: a state file cannot run code
     before, now = kept["settings"], dict(settings)
-    names = {*before, *now}
+    names = {*before, *now}  # a setting that only one side has differs too
     different = sorted(name for name in names if before.get(name) != now.get(name))
     if different:
         raise ValueError(

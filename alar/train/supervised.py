@@ -1,8 +1,7 @@
 """Supervised training (AASD, mode warm-up) on transformers' Trainer: all weights, or LoRA.
 
-The projector is always trained in full, in float32. What comes back is an ordinary latent model:
-LoRA is merged. Under torchrun the weights are sharded over the processes
-(`alar.train.distributed`).
+The projector is always trained in full, in float32. The result is an ordinary latent model, with
+LoRA merged. Under torchrun the weights are sharded over the processes (`alar.train.distributed`).
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from alar.train.config import Supervised
 from alar.train.distributed import collect, num_processes, sharded_copy
 from alar.train.examples import Example, SimilarBatches, collate
 
-LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # the published targets: attention only
 TRAINABLE = ("lora", "full", "rows", "lora+rows")
 
 
 def mark_trainable(
     model, trainable: str, *, lora_rank: int, lora_alpha: int, train_projector: bool = True
 ):
-    """Mark what trains: LoRA on q, k, v, o ("lora") or every weight ("full"); the projector by
-    `train_projector`.
+    """Mark what trains: LoRA on q, k, v, o ("lora") or every weight ("full").
 
-    For a model with added tokens, "rows" trains only their rows of embedding and head, "lora+rows"
-    both. Other rows are no parameters then: neither gradient nor weight decay reaches them.
+    `train_projector` decides about the projector. For a model with added tokens, "rows" trains only
+    their rows of embedding and head, and "lora+rows" trains both. The other rows are then no
+    parameters: neither gradient nor weight decay reaches them.
     """
     if trainable not in TRAINABLE:
         raise ValueError(f"trainable {trainable!r}: expected one of {', '.join(TRAINABLE)}")
@@ -48,6 +47,7 @@ def mark_trainable(
             trainable_token_indices=rows,
         )
         wrapped = get_peft_model(model, config)
+        # LoRA is there but stays at its start, where it adds nothing.
         if trainable == "rows":
             for name, parameter in wrapped.named_parameters():
                 parameter.requires_grad_(parameter.requires_grad and "lora_" not in name)
@@ -58,8 +58,10 @@ def mark_trainable(
 
 
 def _added_rows(model) -> dict[str, list[int]]:
-    """Module name → rows of the tokens that a checkpoint has beyond its base's, from the first to
-    before the last of `config.added_rows`. A head that is tied to the embedding follows it."""
+    """Module name → rows of the tokens that a checkpoint has beyond its base's.
+
+    `config.added_rows` is (first, end), end excluded. A tied head follows the embedding.
+    """
     span = getattr(model.config, "added_rows", None)
     if span is None:
         raise ValueError(
@@ -96,6 +98,7 @@ class SupervisedTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if hasattr(model.config, "num_latent"):  # an ordinary checkpoint has no latents to attach
             inputs = inputs | {"latent_gradient": self.config.latent_gradient}
+        # The count covers the labelled tokens of a whole step, all accumulated batches included.
         if num_items_in_batch is None:
             outputs = model(**inputs)
             loss = outputs.loss
@@ -108,7 +111,7 @@ class SupervisedTrainer(Trainer):
 
 
 class _Report(TrainerCallback):
-    """Hands the rows that the Trainer logs to `log`, in the first process."""
+    """Passes the rows that the Trainer logs to `log`, in the first process only."""
 
     def __init__(self, log: Callable[[dict], None]):
         self.log = log
@@ -140,17 +143,18 @@ def train(
     """Train a model, latent or not, on `examples`; returns it, merged and in eval mode.
 
     ValueError for an example that is longer than the model's positions, because a cut could fall
-    inside a latent block, and for one without a token to learn. Under torchrun every process calls
-    this: they train one model, each gets all of it, and the first one logs. `compute_dtype` is then
-    the trunk's in the calls (None: as stored).
+    inside a latent block. ValueError also for an example without a token to learn. Under torchrun
+    every process calls this: they train one model, each gets all of it, and the first one logs.
+    `compute_dtype` is then what the trunk computes in (None: as stored).
     """
     _check(examples, model.config.max_position_embeddings)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # for adapters and dropout
     whole = mark_trainable(
         model.train(), config.trainable, lora_rank=config.lora_rank, lora_alpha=config.lora_alpha
     )
     processes = num_processes()
     steps = config.optimiser_steps(len(examples), processes)
+    # Nothing that the Trainer writes is kept.
     with tempfile.TemporaryDirectory() as scratch:
         arguments = _arguments(scratch, config, steps, processes, seed)
         trained = whole
@@ -166,7 +170,7 @@ def train(
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    if trained is not whole:
+    if trained is not whole:  # sharded: the copy holds the trained weights
         collect(trained, whole)
     return merged(whole).requires_grad_(True).eval()
 
@@ -177,6 +181,7 @@ def _check(examples: Sequence[Example], limit: int) -> None:
             raise ValueError(
                 f"example {number} has {len(example.ids)} tokens, the model has {limit} positions"
             )
+        # Its mean loss would be 0 / 0.
         if all(label == -100 for label in example.labels):
             raise ValueError(f"example {number} has no token that carries loss")
 
@@ -192,11 +197,11 @@ def _arguments(
         gradient_accumulation_steps=config.gradient_accumulation,
         max_steps=steps,
         learning_rate=config.learning_rate,
-        lr_scheduler_type="cosine",
+        lr_scheduler_type="cosine",  # as published
         warmup_steps=int(config.warmup_ratio * steps),
         weight_decay=config.weight_decay,
-        logging_steps=max(1, steps // 50),
-        save_strategy="no",
+        logging_steps=max(1, steps // 50),  # about 50 rows
+        save_strategy="no",  # the caller saves
         report_to="none",
         disable_tqdm=True,
         remove_unused_columns=False,  # examples are no dictionaries

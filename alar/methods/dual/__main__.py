@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.command == "build":
         try:
-            texts = source_ids = None
+            texts = source_ids = None  # build_dual refuses a pair that does not fit the mode
             if options.texts:
                 texts = options.texts.read_text(encoding="utf-8").splitlines()
             if options.source_ids:
@@ -53,14 +53,14 @@ def main(arguments: list[str] | None = None) -> None:
                 think_missing=options.think_missing,
                 think_end_bias=options.think_end_bias,
             )
-        except (OSError, ValueError) as error:
-            parser.error(str(error))
-        dual = verify(options.folder, untrained=True)
+        except (OSError, ValueError) as error:  # a message instead of a traceback
+            parser.error(str(error))  # exits with status 2
+        dual = verify(options.folder, untrained=True)  # read back from the disk
     else:
         dual = verify(options.folder, untrained=options.untrained)
     print(
         f"{options.folder}: V = {dual.V}, L = {dual.L} ({dual.mode}), think tags {dual.think_made}"
-        f" {dual.cloned_from}".rstrip()
+        f" {dual.cloned_from}".rstrip()  # empty unless the tags were cloned
     )
 
 

@@ -3,8 +3,8 @@
     python -m alar.methods.dual build Qwen/Qwen2.5-3B-Instruct DUAL --think-missing clone_eos
     python -m alar.methods.dual verify DUAL
 
-V is the number of rows of the base's embedding, spare ones included, so that a full copy doubles
-the softmax exactly; added tags take spare rows first. The result is an ordinary checkpoint of the
+V is the number of rows of the base's embedding, spare rows included. So a full copy doubles the
+softmax exactly. Added tags take spare rows first. The result is an ordinary checkpoint of the
 base's architecture with V + L rows, tied where the base's are.
 """
 
@@ -30,15 +30,18 @@ from alar.methods.dual.vocabulary import FIELD, MODES, DualVocab
 from alar.model.checkpoints import base_config, resolve, save
 
 THINK_MISSING = ("error", "add", "clone_eos", "literal")
-# Of Qwen, Llama-3, Phi-3, older Llama and Mistral.
+# The end-of-turn tokens of Qwen, Llama-3, Phi-3, and of older Llama and Mistral, in this order.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "</s>")
 CLONE_NOISE = 0.01  # of the mean absolute entry of the cloned row
-ADDED_STD = 0.02
+ADDED_STD = 0.02  # of the entries of a new random row
 
 
 def clone_source(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The end-of-turn token, whose rows new tags are cloned from: the first of `END_OF_TURN` that
-    is there, else EOS."""
+    """The end-of-turn token, from which new tags are cloned.
+
+    It is the first of `END_OF_TURN` that the tokenizer has, else EOS. Raises ValueError without
+    either.
+    """
     known = tokenizer.get_vocab()
     found = next((token for token in END_OF_TURN if token in known), tokenizer.eos_token)
     if found is None:
@@ -50,9 +53,11 @@ def clone_source(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def most_used(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, size: int = 0) -> list[int]:
-    """Source ids for mode "subset": those that the chains of thought use, the `size` most frequent
-    (0: all), ascending."""
-    counts = Counter()
+    """Source ids for mode "subset", ascending: those that the chains of thought use most.
+
+    `size` is how many (0: all that they use). Raises ValueError for empty texts.
+    """
+    counts = Counter()  # id → occurrences
     for text in texts:
         counts.update(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
     if not counts:
@@ -123,6 +128,7 @@ def build_dual(
         cloned_from=cloned,
         think_end_bias=think_end_bias,
     )
+    # The new rows are overwritten below, so no mean of the old ones need be computed.
     model.resize_token_embeddings(visible + dual.L, mean_resizing=False)
     with torch.no_grad():
         for table in _tables(model):  # (V + L, H), or (V + L,) for a bias
@@ -150,8 +156,10 @@ def _tables(model) -> list[Tensor]:
 def _add_tags(
     model, tokenizer: PreTrainedTokenizerBase, think_missing: str, seed: int
 ) -> tuple[str, str]:
-    """Make the tags known; returns how that was done (`think_made`) and the token that was
-    cloned."""
+    """Make the tags known to tokenizer and model.
+
+    Returns how that was done (`think_made`) and the token that was cloned, "" if none was.
+    """
     tags = (protocol.THINK_OPEN, protocol.THINK_CLOSE)
     special = [tag for tag in tags if tag in tokenizer.all_special_tokens]
     if special:
@@ -172,9 +180,10 @@ def _add_tags(
     cloned = clone_source(tokenizer) if think_missing == "clone_eos" else ""
     # Not special: `skip_special_tokens` would drop the tags from every decoded text.
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in missing])
-    rows = model.get_input_embeddings().num_embeddings
+    rows = model.get_input_embeddings().num_embeddings  # spare ones included
     if len(tokenizer) > rows:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    # Of its own: the caller's random state stays as it is.
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for table in _tables(model):
@@ -182,7 +191,7 @@ def _add_tags(
                 new = table[tokenizer.convert_tokens_to_ids(tag)]  # (H,), a view
                 noise = torch.randn(new.shape, generator=generator).to(new)
                 if cloned:
-                    origin = table[tokenizer.convert_tokens_to_ids(cloned)]
+                    origin = table[tokenizer.convert_tokens_to_ids(cloned)]  # (H,)
                     new.copy_(origin + noise * origin.abs().mean() * CLONE_NOISE)
                 else:
                     new.copy_(noise * ADDED_STD)
@@ -190,9 +199,10 @@ def _add_tags(
 
 
 def verify(folder: str | Path, *, untrained: bool = False) -> DualVocab:
-    """Check the tokenizer and the weights of a dual checkpoint against its config; with
-    `untrained`, also that every mirror still equals its source. Raises ValueError that names file
-    and field, one line for each problem.
+    """Check the tokenizer and the weights of a dual checkpoint against its config.
+
+    With `untrained`, check also that every mirror still equals its source. Raises ValueError that
+    names file and field, one line for each problem.
     """
     folder = Path(folder)
     dual = DualVocab.read(folder)
@@ -223,6 +233,7 @@ def _weight_problems(folder: Path, dual: DualVocab, untrained: bool) -> Iterator
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as tensors:
             for key in tensors.keys():
+                # Without the prefix, which differs by architecture.
                 name = ".".join(key.split(".")[-2:])
                 if name not in ("embed_tokens.weight", "lm_head.weight"):
                     continue
@@ -240,6 +251,7 @@ def _table_problem(table: Tensor, dual: DualVocab, untrained: bool) -> str:
         return f"{len(table)} rows, but V + L = {dual.V + dual.L}"
     if not untrained:
         return ""
+    # (L,) → the numbers j of those that differ.
     moved = (table[dual.V :] != table[list(dual.source_ids)]).any(-1).nonzero()[:, 0]
     if not len(moved):
         return ""

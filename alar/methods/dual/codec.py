@@ -1,5 +1,8 @@
-"""The codec of a dual checkpoint: thoughts are written in mirrors, and the constraint keeps them
-apart from visible text. `build` names this class in config.json, so every engine finds it."""
+"""The codec of a dual checkpoint: it writes thoughts in mirrors.
+
+A constraint keeps mirrors apart from visible text. `build` names this class in config.json, so
+every engine finds it.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,15 @@ class DualCodec(Codec):
         return ThinkPhase(self.dual.think_end_ids, in_think)
 
     def is_latent(self, token: int) -> bool:
-        return self.dual.is_mirror(token)
+        return self.dual.is_mirror(token)  # shown as latent, though it is an id like any other
 
     def thought_and_action(self, thought: str, acting: str) -> list[int]:
         """Raises NoMirror, a ValueError, for a thought with a token that has no mirror."""
         # Encoded apart from the tags: no piece may span the end of the thought.
-        mirrors = self.dual.to_mirrors(self.untrusted(thought))
+        mirrors = self.dual.to_mirrors(self.untrusted(thought))  # one per token of the thought
         block = [*self.dual.think_start_ids, *mirrors, *self.dual.think_end_ids]
         return block + self.untrusted(acting)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Decode for people and for parsing: mirrors as the text of their sources."""
+        """Decode for people and for parsing: mirrors appear as the text of their sources."""
         return super().text(self.dual.to_source(ids))

@@ -5,7 +5,7 @@
     thinking          mirrors, EOS, the first piece of `</think>` with its bias
     inside `</think>` its next piece
 
-Mirrors of control tokens are banned always: those of special tokens, of tags that are single
+Mirrors of control tokens are always banned: those of special tokens, of tags that are single
 tokens, and of embedding rows without a text. A forced piece of `</think>` has log-prob 0.
 """
 

@@ -1,14 +1,14 @@
 """What a full copy implies before anything is trained.
 
 A mirror shares embedding and head row with its source, so a sequence whose thoughts are remapped
-has the same hidden states as the plain one, and every logit stands twice in the softmax: for each
+has the same hidden states as the plain one, and every logit stands twice in the softmax. For each
 label, whether a mirror or not,
 
     −log p_dual(y) = −ℓ_y + log Σ_{v < V} 2 e^{ℓ_v} = −log p(y) + ln 2.
 
-The gradient with respect to everything that mirrors and sources share is the same too. So LoRA on
-attention alone, or any other training that leaves the rows as they are, is ordinary supervised
-training, and the constrained policy is the ordinary one. The method begins where the latent rows
+The gradient is the same too for everything that mirrors and sources share. So LoRA on attention
+alone, or any other training that leaves the rows as they are, is ordinary supervised training, and
+the constrained policy is the ordinary one. The method begins where the latent rows
 are trained.
 """
 

@@ -36,8 +36,11 @@ class ThinkPhase(TurnPhase):
 
 
 def phases_of(trajectory: Trajectory, codec: Codec) -> list[int]:
-    """For every token of a trajectory the row of the constraint under which it was written, 0 where
-    the policy did not write it. The engines' own `TurnWriter` tells."""
+    """For each token of a trajectory the row of the constraint under which it was written.
+
+    The row is 0 where the policy did not write the token. The engines' own `TurnWriter` tells the
+    rows, so training and sampling agree.
+    """
     ids = trajectory.ids
     phases = [0] * len(ids)
     endless = Sampling(max_new_tokens=len(ids) + 1, stop=())

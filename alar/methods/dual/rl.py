@@ -1,8 +1,8 @@
-"""AR-GRPO on a dual vocabulary: rollouts and log-probs under its constraint, loss on mirrors alone
-if asked for.
+"""AR-GRPO on a dual vocabulary: rollouts and log-probs under its constraint.
 
 The log-probs of the ratio are those of the constrained distribution, in sampling and in the update
-alike. So every token needs its phase: the row of `PhaseConstraint` under which it was written.
+alike. So every token needs its phase: the row of `PhaseConstraint` under which it was written. The
+loss may be restricted to mirrors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DualRLConfig(RLConfig):
 
 @dataclass
 class DualBatch(Batch):
-    phases: Int[Tensor, "batch time"]
+    phases: Int[Tensor, "batch time"]  # rows of the constraint's table, 0 in the padding
 
 
 class DualARGRPO(ARGRPO):
@@ -55,5 +55,5 @@ class DualARGRPO(ARGRPO):
         return DualBatch(**vars(ordinary), phases=padded(phases, 0, torch.long))
 
     def constrained(self, logits, batch):
-        chosen = batch.mask[:, 1:]
+        chosen = batch.mask[:, 1:]  # (B, T − 1): the tokens that logits (n, V + L) predict
         return self.engine.constraint(logits, batch.phases[:, 1:][chosen])

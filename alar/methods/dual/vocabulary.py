@@ -2,10 +2,10 @@
 
 The think tags may be single tokens of the vocabulary or ordinary text of several pieces (in Qwen2.5
 `</think>` is `</`, `think`, `>`): `think_start_ids` and `think_end_ids` hold their ids. One rule
-serves both. Inside the think phase all visible ids are forbidden but EOS and the *first* piece of
-`</think>`; once that is written, only its next piece may follow. So a visible first piece can only
-mean the end of the phase, while the same text inside a thought is spelled in mirrors. A turn has
-one think phase; after it, everything is visible.
+serves both. Inside the think phase EOS and the *first* piece of `</think>` are the only visible ids
+that are allowed. Once that piece is written, only its next piece may follow. So a visible first
+piece always means the end of the phase; the same text inside a thought is spelled in mirrors. A
+turn has one think phase; after it, everything is visible.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class DualVocab(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     base_model: str
-    V: PositiveInt
-    L: PositiveInt
+    V: PositiveInt  # rows of the base, spare ones included
+    L: PositiveInt  # mirrors
     mode: Mode
-    source_ids: tuple[NonNegativeInt, ...]
+    source_ids: tuple[NonNegativeInt, ...]  # entry j: what id V + j mirrors
     think_start_ids: tuple[NonNegativeInt, ...]
     think_end_ids: tuple[NonNegativeInt, ...]
     think_made: Literal["present", "literal", "add", "clone_eos"]
-    cloned_from: str = ""
+    cloned_from: str = ""  # a token, for think_made "clone_eos"
     think_end_bias: float = 5.0
 
     @model_validator(mode="after")
@@ -84,13 +84,16 @@ class DualVocab(BaseModel):
         ]
 
     def describe(self, config: PretrainedConfig) -> None:
-        """Write it into a model's config, which is saved with the weights. `codec_class` tells the
-        engines how to write turns, `added_rows` the trainer which rows are new."""
+        """Write the vocabulary into a model's config, which is saved with the weights.
+
+        `codec_class` tells the engines how to write turns, `added_rows` tells the trainer which
+        rows are new.
+        """
         # A full copy's sources are all ids, in order: 150,000 numbers that nobody needs.
         omitted = {"source_ids"} if self.mode == "full_copy" else None
         setattr(config, FIELD, self.model_dump(mode="json", exclude=omitted))
         config.codec_class = CODEC
-        config.added_rows = [self.V, self.V + self.L]
+        config.added_rows = [self.V, self.V + self.L]  # end excluded
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> DualVocab:
@@ -102,6 +105,7 @@ class DualVocab(BaseModel):
                 " one"
             )
         if fields.get("mode") == "full_copy":
+            # Left out by describe: it follows from V.
             fields = {"source_ids": list(range(fields.get("V", 0))), **fields}
         try:
             dual = cls(**fields)
@@ -116,7 +120,10 @@ class DualVocab(BaseModel):
 
     @classmethod
     def read(cls, folder: str | Path) -> DualVocab:
-        """That of a checkpoint folder. Raises ValueError that names the file and the field."""
+        """The vocabulary of a checkpoint folder.
+
+        Raises ValueError that names the file and the field.
+        """
         config = AutoConfig.from_pretrained(folder)
         try:
             return cls.of(config)

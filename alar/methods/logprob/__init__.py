@@ -1,11 +1,10 @@
-"""The log-prob reward: how probable a trajectory's reasoning makes the right answer, instead of
-whether it was given.
+"""The log-prob reward: how probable a trajectory's reasoning makes the right answer.
 
     score = max over golds of  mean_i log P(gold_i | prompt, turns, reasoning, </think> <answer>,
     gold_<i)
 
-after the reasoning block of the last turn; −2 where that block never closes, −100 for a question
-that cannot be scored (LatentReasoning's MATH_LogProb reward).
+The gold follows the reasoning block of the last turn. The score is −2 where that block never
+closes, and −100 for a question that cannot be scored (LatentReasoning's MATH_LogProb reward).
 """
 
 from alar.methods.logprob.reward import LogProbReward, group_normalised, logprob_grpo, mixed_rewards

@@ -2,13 +2,15 @@
 
     r = (1 − w) · EM + w · ŝ,    ŝ = (s − mean_G s) / std_G s
 
-with s the score of `alar.methods.logprob.scoring` and G the rollouts of one prompt; w = 0 is exact
-match alone, w = 1 LatentReasoning's continuous reward. The published OPEN = −2 is no floor:
-reasoning that closes on a wrong answer scores −5 … −25, so in a group of wrong rollouts one that
-never closes is the best. Repaired, it counts as the lowest of its group.
+with s the score of `alar.methods.logprob.scoring` and G the rollouts of one prompt. w = 0 is exact
+match alone, w = 1 LatentReasoning's continuous reward.
+
+The published OPEN = −2 is not a floor. Reasoning that closes on a wrong answer scores −5 … −25, so
+in a group of wrong rollouts one that never closes is the best. Repaired, it counts as the lowest of
+its group.
 
 Deliberate: INVALID scores say nothing about a policy, so they take no part in a group and earn 0
-there. Validation, which is greedy and has one rollout per prompt, is judged by exact match.
+there. Validation is greedy and has one rollout per prompt, so exact match judges it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ VARIANTS = ("published", "repaired")
 
 @dataclass(frozen=True)
 class LogProbReward(Reward):
-    """`weight` is w. `normalise=False` takes s itself for ŝ. The trainer's frozen start scores."""
+    """`weight` is w. `normalise=False` uses s itself as ŝ. The trainer's frozen start scores."""
 
     weight: float = 0.5
     normalise: bool = True
@@ -47,7 +49,7 @@ class LogProbReward(Reward):
         return mixed_rewards(scores, correct, groups, self)
 
     def scorer(self, reference, tokenizer, form):
-        if self.weight == 0:
+        if self.weight == 0:  # exact match alone: save the forward passes
             return None
         scorer = LogProbScorer(reference, tokenizer, form)
         return lambda trajectories: [score.value for score in scorer.score(trajectories)]
@@ -64,8 +66,10 @@ def mixed_rewards(
     groups: Sequence[Hashable],
     settings: LogProbReward,
 ) -> list[float]:
-    """The reward of every rollout, in their order. Raises ValueError for a score that is NaN:
-    nothing scored that rollout."""
+    """The reward of every rollout, in their order.
+
+    Raises ValueError for a score that is NaN, because nothing scored that rollout.
+    """
     if settings.weight == 0:
         return [float(right) for right in correct]
     if any(math.isnan(score) for score in scores):
@@ -75,9 +79,9 @@ def mixed_rewards(
     if settings.variant == "repaired":
         scores = open_as_lowest(scores, groups)
     if settings.normalise:
-        support = group_normalised(scores, groups)
+        support = group_normalised(scores, groups)  # ŝ
     else:
-        support = [0.0 if score == INVALID else score for score in scores]
+        support = [0.0 if score == INVALID else score for score in scores]  # ŝ
     return [
         (1 - settings.weight) * right + settings.weight * value
         for right, value in zip(correct, support, strict=True)
@@ -86,7 +90,7 @@ def mixed_rewards(
 
 def open_as_lowest(values: Sequence[float], groups: Sequence[Hashable]) -> list[float]:
     """The scores with OPEN replaced by the lowest of its group, if that is lower."""
-    lowest: dict[Hashable, float] = {}
+    lowest: dict[Hashable, float] = {}  # group → its lowest valid score, OPEN included
     for value, group in zip(values, groups, strict=True):
         if value != INVALID:
             lowest[group] = min(value, lowest.get(group, value))
@@ -98,7 +102,9 @@ def group_normalised(values: Sequence[float], groups: Sequence[Hashable]) -> lis
 
     A group of one keeps its value. INVALID values take no part, and get 0.
     """
+    # Group → 0, 1, … for a tensor.
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+    # Rows of the others keep 0.
     valid = [row for row, value in enumerate(values) if value != INVALID]
     normalised = [0.0] * len(values)
     if valid:

@@ -1,11 +1,11 @@
-"""Mean log-probability of the gold answers after a trajectory's reasoning, many trajectories in one
-forward pass.
+"""Mean log-probability of the gold answers after a trajectory's reasoning.
 
-The context is the record itself: ids as they were written, z of the latent positions fed again as
-they were. What follows is written as the policy would write it, closing tag, separator and answer
-tokenised as one text; a token counts as the gold's if it holds any of its bytes, for a piece may
-reach over the edge of the tag (`>Peru`). Probabilities are those of decoding: the latent id, the
-spare rows and, outside of thoughts, mirrors have none.
+The context is the record itself: the ids that were written, and the recorded z at the latent
+positions. What follows is written as the policy would write it: closing tag, separator and answer
+are tokenised as one text. A token counts as the gold's if it holds any of its bytes, because a
+piece may reach over the edge of the tag (`>Peru`). Probabilities are those of decoding: the latent
+id, the spare rows and, outside of thoughts, mirrors have none. Many trajectories share a forward
+pass.
 """
 
 from __future__ import annotations
@@ -39,9 +39,12 @@ class Score:
 
 @dataclass(frozen=True)
 class ScoredContext:
-    """What a gold answer is scored after. `ids` and the z of their latent positions (N, H) are the
-    record up to the closing tag; `before` and `after` are the text around an answer that goes on
-    from there. `closed` is False where the reasoning never closes."""
+    """What a gold answer is scored after.
+
+    `ids` and the z (N, H) of their latent positions are the record up to the closing tag. `before`
+    and `after` are the text around the answer that continues it. `closed` is False where the
+    reasoning never closes.
+    """
 
     ids: Sequence[int]
     latents: np.ndarray
@@ -71,11 +74,11 @@ def around_answer(form: protocol.Form) -> tuple[str, str]:
 def context_of(
     trajectory: Trajectory, codec: Codec, form: protocol.Form = protocol.SEARCH
 ) -> ScoredContext:
-    """The trajectory up to the end of its last turn's reasoning block, and what follows where its
-    `form` gives an answer.
+    """The trajectory up to the end of its last reasoning block, and what surrounds an answer.
 
-    Forced pieces of `</latent>` stay as they are; the piece that completes a written `</think>` may
-    hold more than the tag (`>\\n\\n`), so its part of the tag is tokenised again with the answer.
+    `form` says what stands around an answer. Forced pieces of `</latent>` stay as they are. The
+    piece that completes a written `</think>` may hold more than the tag (`>\\n\\n`), so its part of
+    the tag is tokenised again with the answer.
     """
     golds, (opening, after) = trajectory.question.answers, around_answer(form)
     last = trajectory.turns[-1] if trajectory.turns else None
@@ -105,8 +108,7 @@ def _latents(trajectory: Trajectory, length: int) -> np.ndarray:
 
 
 def answer_tokens(codec: Codec, before: str, gold: str, after: str) -> tuple[list[int], int]:
-    """(ids, how many of them stand before the gold) of the text around a gold answer, up to the
-    gold's last piece."""
+    """(ids of the text up to the gold's last piece, how many of them stand before the gold)."""
     before, gold = (
         normalize("NFC", before),
         normalize("NFC", gold),
@@ -132,8 +134,9 @@ class _Row:
 
 
 class LogProbScorer:
-    """Scores trajectories whose turns are written in `form`, with a latent or an ordinary model, in
-    its dtype and on its device.
+    """Scores trajectories whose turns are written in `form`.
+
+    The model is a latent or an ordinary one; it keeps its dtype and its device.
 
     A forward pass takes about `batch_tokens` tokens, padding included.
     """
@@ -146,8 +149,10 @@ class LogProbScorer:
         self.constraint = self.codec.constraint(next(model.parameters()).device)
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """One score per trajectory, in order. Raises ValueError for one without z at its latent
-        positions."""
+        """One score per trajectory, in order.
+
+        Raises ValueError for a trajectory that lacks z at its latent positions.
+        """
         contexts = [context_of(t, self.codec, self.form) for t in trajectories]
         positions = self.model.config.max_position_embeddings
         too_long = Score(INVALID, problem=f"the context exceeds the model's {positions} positions")

@@ -1,5 +1,4 @@
-"""What the log-prob reward looks like: a table of scored rollouts, how well it orders them, and a
-picture of both."""
+"""The log-prob reward to look at: a table of scored rollouts, how well it orders them, a figure."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ _LAST = {"think": "text", "latent": "latent block"}  # what the last turn reason
 
 
 def score_table(trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> pd.DataFrame:
-    """One row per rollout: its question, what each turn reasoned in, answer, gold, whether it is
-    right, and the score."""
+    """One row per rollout: question, mode of each turn, answer, gold, correctness, score."""
     return pd.DataFrame(
         {
             "question_id": [t.question.id for t in trajectories],
@@ -37,15 +35,16 @@ def score_table(trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> 
 
 
 def ordered_share(table: pd.DataFrame) -> tuple[float, int]:
-    """(share, number) of pairs of a right and a wrong rollout of one question in which the right
-    one scores higher.
+    """(share of pairs in which the right rollout scores higher, number of pairs).
 
-    Ties count half; (NaN, 0) where no question has both.
+    A pair is a right and a wrong rollout of one question. Ties count half. (NaN, 0) where no
+    question has both.
     """
     won, pairs = 0.0, 0
     for _, rollouts in table.groupby("question_id"):
-        right = rollouts.loc[rollouts["correct"], "score"].to_numpy()[:, None]
-        wrong = rollouts.loc[~rollouts["correct"], "score"].to_numpy()[None]
+        right = rollouts.loc[rollouts["correct"], "score"].to_numpy()[:, None]  # (right, 1)
+        wrong = rollouts.loc[~rollouts["correct"], "score"].to_numpy()[None]  # (1, wrong)
+        # (right, wrong): all pairs at once.
         won += float((right > wrong).sum() + 0.5 * (right == wrong).sum())
         pairs += right.size * wrong.size
     return (won / pairs if pairs else float("nan")), pairs
@@ -53,12 +52,14 @@ def ordered_share(table: pd.DataFrame) -> tuple[float, int]:
 
 @styled
 def figure(table: pd.DataFrame, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
-    """Scores of right and wrong rollouts, apart by what their last turn reasoned in; bars are
-    medians."""
+    """Scores of right and wrong rollouts, separated by what their last turn reasoned in.
+
+    Bars are medians.
+    """
     canvas = new_figure(COLUMN, 2.4)
     axes = canvas.subplots()
     kinds = [kind for kind in ("text", "latent block", "no block") if (table["last"] == kind).any()]
-    jitter = np.random.default_rng(0)
+    jitter = np.random.default_rng(0)  # sideways, so that equal scores stay visible
     for place, kind in enumerate(kinds):
         for shift, correct, colour in ((-0.2, True, BLUE), (0.2, False, VERMILLION)):
             values = table.loc[
@@ -75,7 +76,7 @@ def figure(table: pd.DataFrame, *, scale: str = MEASURED) -> tuple[Figure, pd.Da
                     color=colour,
                     linewidth=1.4,
                 )
-    axes.set_yscale("symlog", linthresh=0.1)
+    axes.set_yscale("symlog", linthresh=0.1)  # scores reach from near 0 to −100
     axes.set_xticks(range(len(kinds)), [f"last turn: {kind}" for kind in kinds])
     axes.set_ylabel("mean log P of the best gold (nats)")
     axes.plot([], [], "o", color=BLUE, markersize=3, label="right")

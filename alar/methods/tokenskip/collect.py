@@ -1,4 +1,4 @@
-"""Chains of thought: which trajectories have them to compress, and the thoughts of their turns."""
+"""Which trajectories have chains of thought to compress, and the thoughts of their turns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def compressible(
     Those to compress are correct, well formed, reason in text in every turn, and have at most
     `max_cot_tokens` tokens of thought. Raises ValueError if nothing is left.
     """
-    kept, why = [], Counter()
+    kept, why = [], Counter()  # why: reason → trajectories left out
     for trajectory in trajectories:
         if not trajectory.correct:
             why["wrong"] += 1
@@ -41,7 +41,7 @@ def compressible(
 def cot_tokens(trajectory: Trajectory, codec: Codec) -> int:
     """Tokens of the chains of thought of all turns, without their tags.
 
-    A token that belongs to a tag and to a thought counts.
+    A token that holds a part of a tag and a part of a thought counts.
     """
     reasoned = [turn for turn in trajectory.turns if turn.mode == "think"]
     return sum(_inside(trajectory.ids[turn.start : turn.end], codec) for turn in reasoned)
@@ -50,10 +50,11 @@ def cot_tokens(trajectory: Trajectory, codec: Codec) -> int:
 def _inside(ids: Sequence[int], codec: Codec) -> int:
     # Token by token: a character that several tokens share comes out wrong, but the tags do not.
     pieces = [codec.text([token]) for token in ids]
-    ends = list(accumulate(map(len, pieces)))
+    ends = list(accumulate(map(len, pieces)))  # character at which each token ends
     text = "".join(pieces)
     first = text.find(protocol.THINK_OPEN) + len(protocol.THINK_OPEN)
     last = text.find(protocol.THINK_CLOSE, first)
+    # A token counts if any of its characters lies between the tags.
     return sum(first < end and start < last for start, end in zip([0, *ends], ends))
 
 
@@ -70,6 +71,7 @@ def thoughts_of(trajectory: Trajectory, codec: Codec) -> list[Thought]:
                 f" {turn.mode!r})"
             )
         parsed = codec.form.parse(codec.text(trajectory.ids[turn.start : turn.end]))
+        # What the loop writes before the first block.
         opening = codec.trusted(codec.form.opening) if number == 0 else []
         action = codec.form.action(turn.action, turn.argument) if turn.action else ""
         thoughts.append(

@@ -1,12 +1,12 @@
-"""Thoughts compressed at several rates, and what became of the rates.
+"""Thoughts compressed at several rates, and the rates that result.
 
-The achieved rate is counted in the policy's own tokens, of the compressed text against the whole
-one. It is not the requested one, because
+The achieved rate is the tokens of the compressed text over those of the whole one, counted in the
+policy's own tokens. It differs from the requested rate, because
 
-- the percentile is a threshold, not a number of words: what is above it stays, ties fall together,
-  words go as a whole;
+- the percentile is a threshold, not a number of words: what is above it stays, equal scores go
+  together, words go as a whole;
 - every chunk has its own threshold, and with few tokens a percentile is coarse;
-- forced words stay whatever the rate, and repeated ones may go;
+- forced words stay at every rate, and repeated ones may go;
 - tokens are counted word by word for the threshold, but the joined text is tokenised as a whole.
 
 `Compression` holds the numbers that tell these apart.
@@ -26,7 +26,7 @@ from alar.methods.tokenskip.words import Rules, Word, WordScorer, joined, kept_w
 from alar.records import Trajectory
 from alar.rollout.codec import Codec
 
-CountTokens = Callable[[str], int]
+CountTokens = Callable[[str], int]  # text → the policy's tokens
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Compression:
         return self.tokens / self.original_tokens if self.original_tokens else 1.0
 
     def share(self, marks: Iterable[bool]) -> float:
-        """Of the tokens counted word by word, the share in the marked words."""
+        """Share of the marked words in the tokens that are counted word by word."""
         if not self.counts:
             return 0.0
         return self.marked(marks) / sum(self.counts)
@@ -69,15 +69,17 @@ class Compression:
 def compress(
     text: str, words: Sequence[Word], rate: float, rules: Rules, count_tokens: CountTokens
 ) -> Compression:
-    """`text`, whose scored words are given, at one rate. Rate 1 gives the text itself."""
+    """`text` at one rate, from its scored words. Rate 1 gives the text itself."""
+    # 0 would take a word out of the percentile.
     counts = [max(1, count_tokens(word.text)) for word in words]
     kept: list[bool] = []
+    # Each chunk has its own threshold.
     for _, chunk in groupby(zip(words, counts), key=lambda pair: pair[0].chunk):
         inside, sizes = zip(*chunk)
         texts, scores = [word.text for word in inside], [word.score for word in inside]
         kept += kept_words(texts, scores, sizes, rate, rules)
     shorter = text
-    if rate != 1:
+    if rate != 1:  # joined drops white space at the start, so not at rate 1
         shorter = joined([word.text for word, stays in zip(words, kept) if stays])
     return Compression(
         text=shorter,
@@ -92,7 +94,7 @@ def compress(
 
 
 def token_counter(codec: Codec) -> CountTokens:
-    """Tokens of a text by itself, remembered: the same words come again and again."""
+    """A function that counts the tokens of a text, with a cache: the same words recur often."""
     known: dict[str, int] = {}
 
     def count(text: str) -> int:
@@ -123,10 +125,11 @@ def compressed_rows(
     for start in progress(range(0, len(trajectories), batch)):
         part = trajectories[start : start + batch]
         thoughts = [thoughts_of(trajectory, codec) for trajectory in part]
+        # One call for all turns of the part.
         scored = iter(scorer.score_words(list(chain.from_iterable(thoughts))))
         for trajectory, turns in zip(part, thoughts):
             pairs = [(thought.text, next(scored)) for thought in turns]
-            at = {}
+            at = {}  # rate, as JSON keys it → what is left
             for rate in rates:
                 found = [compress(text, words, rate, rules, count) for text, words in pairs]
                 at[str(rate)] = _summed(found)
@@ -153,7 +156,7 @@ def _summed(found: Sequence[Compression]) -> dict:
 
 def achieved_rates(rows: Sequence[dict]) -> pd.DataFrame:
     """Per requested rate, as shares of all tokens: achieved, kept by the threshold, forced."""
-    sums: dict[str, Counter] = {}
+    sums: dict[str, Counter] = {}  # rate → totals over the samples
     for row in rows:
         for rate, found in row["rates"].items():
             numbers = {key: found[key] for key in ("tokens", "kept", "forced", "counted")}

@@ -2,9 +2,9 @@
 
 The prompt says `<eos>0.5<eos>` between the user's text and the template's own end of the turn, at
 ratio 1.0 too. Each sample gets one ratio, drawn at random. At 1.0 its turns are the recorded
-tokens; at others they are written anew around the compressed thought. The codec of the trained
-model writes them: with a dual vocabulary, thoughts are written in mirrors. The loss falls on
-everything that the policy wrote, never on the condition or an observation.
+tokens. At other ratios they are written anew around the compressed thought, by the codec of the
+trained model: with a dual vocabulary, thoughts are written in mirrors. The loss is on everything
+that the policy wrote, never on the condition or an observation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def conditioned_form(form: Form, ratio: float, eos: str) -> Form:
 
     def prompt(question: Question) -> Sequence[str]:
         pieces = list(form.prompt(question))
-        closing = []
+        closing = []  # places of the tokens that may close the user's turn
         for index, piece in enumerate(pieces):
             if isinstance(piece, Trusted) and piece.startswith(eos):
                 closing.append(index)
@@ -38,6 +38,7 @@ def conditioned_form(form: Form, ratio: float, eos: str) -> Form:
                 " has no place in it: take a model whose end-of-sequence token closes a turn, as"
                 " that of instruct models does"
             )
+        # The last of them ends the turn that asks the question.
         pieces[closing[-1] : closing[-1]] = [Trusted(eos), str(ratio), Trusted(eos)]
         return pieces
 
@@ -61,12 +62,12 @@ def example_at(
         raise ValueError(
             f"{trajectory.question.id}: {len(thoughts)} thoughts for {len(trajectory.turns)} turns"
         )
-    recorded = ratio == 1 and not isinstance(codec, DualCodec)
+    recorded = ratio == 1 and not isinstance(codec, DualCodec)  # recorded ids hold no mirrors
     form = conditioned_form(codec.form, ratio, codec.tokenizer.eos_token)
     ids = codec.encode(form.prompt(trajectory.question))
     origins, cursor = [Origin.PROMPT] * len(ids), trajectory.turns[0].start
     for number, turn in enumerate(trajectory.turns):
-        ids += trajectory.ids[cursor : turn.start]
+        ids += trajectory.ids[cursor : turn.start]  # the observation; nothing before the first turn
         origins += trajectory.origins[cursor : turn.start]
         if recorded:
             written = trajectory.ids[turn.start : turn.end]
@@ -98,7 +99,7 @@ def prepared(
 
     Raises ValueError for rows of other trajectories, or without one of the ratios.
     """
-    chosen = drawn_ratios(len(trajectories), ratios, seed)
+    chosen = drawn_ratios(len(trajectories), ratios, seed)  # one per trajectory
     examples = []
     for trajectory, row, ratio in zip(trajectories, rows, chosen, strict=True):
         if row["id"] != trajectory.question.id:
@@ -111,6 +112,7 @@ def prepared(
                 f"ratio {ratio} is to be trained, but the thoughts are compressed at"
                 f" {', '.join(row['rates'])} only: add it to tokenskip.compress_ratios"
             )
+        # One per turn.
         thoughts = row["thoughts"] if ratio == 1 else row["rates"][str(ratio)]["thoughts"]
         examples.append(example_at(trajectory, thoughts, ratio, codec))
     return examples, chosen

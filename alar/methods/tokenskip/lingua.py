@@ -1,9 +1,9 @@
 """Word scores of LLMLingua-2 (arXiv 2403.12968) by its own library.
 
-The library is among the core packages; the weights (2.2 GB) come from the hub or from a folder. Its
-chunking, its words and its probabilities are used as they are. What would disturb a run is left
-out: its constructor seeds every generator of the process and fetches a tokenizer of OpenAI's, and
-it pads every text to 512 tokens.
+The library is among the core packages; the weights (2.2 GB) come from the hub or from a folder. The
+library's chunking, words and probabilities are used as they are. Three habits of it would disturb a
+run and are left out: its constructor seeds every generator of the process and fetches a tokenizer
+of OpenAI's, and it pads every text to 512 tokens.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ INSTALL = "python -m pip install nltk tiktoken && python -m pip install --no-dep
 
 
 class LLMLingua2:
-    """`weights`: a name on the hub or a folder. `force_tokens` always begin a word, and score 1.
+    """The library's scores. `weights`: a name on the hub or a folder.
 
-    Raises ImportError without the library and OSError without the weights, each with the command
-    that gets them.
+    `force_tokens` always begin a word, and score 1. Raises ImportError without the library and
+    OSError without the weights, each with the command that gets them.
     """
 
     name = "LLMLingua-2"
@@ -78,6 +78,7 @@ def _compressor(weights: str, device: str):
                     f"{weights}: a {kind} model; LLMLingua-2's are {' and '.join(RULES)}"
                 )
             self.model_name, self.max_seq_len = RULES[kind], 512
+            # The library looks here which tokens are no words.
             self.special_tokens = set(self.tokenizer.all_special_tokens)
 
         def chunks(self, text: str) -> list[str]:
@@ -87,19 +88,19 @@ def _compressor(weights: str, device: str):
             self, texts: Sequence[str], force_tokens: list[str]
         ) -> list[list[tuple[str, float]]]:
             """(word with its white space, probability that it is kept) for each text."""
-            longest = min(
+            longest = min(  # 2: the marks at both ends of a text
                 self.max_seq_len, 2 + max(len(self.tokenizer.tokenize(text)) for text in texts)
             )
-            # As the library calls it: without the model's name, so that the ends of a text are
-            # BERT's [CLS] and [SEP], which XLM-R reads as <unk>. Published compressions were made
-            # that way.
+            # The library does not pass the model's name, and neither does this. The ends of a text
+            # are then BERT's [CLS] and [SEP], which XLM-R reads as <unk>. Published compressions
+            # were made that way.
             data = TokenClfDataset(texts, tokenizer=self.tokenizer, max_len=longest)
             ids, mask = (
                 torch.stack([row[key] for row in data]).to(self.device) for key in ("ids", "mask")
             )
             kept = torch.softmax(
                 self.model(input_ids=ids, attention_mask=mask == 1).logits.float(), -1
-            )[..., 1].cpu()
+            )[..., 1].cpu()  # (B, T): class 1 is "keep"
             results = []
             for row, probabilities, here in zip(ids.cpu(), kept, mask.cpu() == 1):
                 tokens = self.tokenizer.convert_ids_to_tokens(row[here].tolist())

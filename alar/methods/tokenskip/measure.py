@@ -1,8 +1,8 @@
 """The trained model at every ratio: rows of the common comparison, and TokenSkip's own table.
 
 Its columns are those of LatentReasoning's report: accuracy, mean think tokens (inside the blocks,
-tags left out), and the mean of all generated tokens over the questions answered correctly; with the
-scorer and the kind of model in every row.
+tags left out), and the mean of all generated tokens over the questions answered correctly. Every
+row names the scorer and the kind of model.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from alar.methods.tokenskip.collect import cot_tokens
 from alar.methods.tokenskip.examples import conditioned
 from alar.rollout.engine import Engine
 
+# Kind of model → method name in the tables.
 NAMES = {"standard": "TokenSkip", "dual": "TokenSkip, dual vocabulary"}
 
 
 def method_at(ratio: float, checkpoint, scorer: str, kind: str = "standard", **costs) -> Method:
-    """The row of one ratio; `costs` are training_seconds and training_tokens, the same for all
-    ratios of one training."""
+    """The row of one ratio.
+
+    `costs` are training_seconds and training_tokens, the same for all ratios of one training.
+    """
     return Method(NAMES[kind], checkpoint, settings={"ratio": ratio, "scorer": scorer}, **costs)
 
 
@@ -37,12 +40,15 @@ def measure_ratios(
     progress: Callable[[float], Callable[[Iterable], Iterable]] = lambda ratio: iter,
     **costs,
 ) -> None:
-    """Measure `checkpoint` under the condition of every ratio. `progress(ratio)` wraps the
-    questions of one."""
+    """Measure `checkpoint` under the condition of every ratio.
+
+    `progress(ratio)` wraps the questions of one ratio.
+    """
 
     def columns(trajectories, engine: Engine) -> dict[str, list]:
         return {"cot_tokens": [cot_tokens(trajectory, engine.codec) for trajectory in trajectories]}
 
+    # One model for all ratios: the condition is in the prompt.
     with opened_engine(checkpoint, comparison.engine) as engine:
         for ratio in ratios:
             comparison.measure(
@@ -59,16 +65,19 @@ def measure_ratios(
 def ratio_table(
     comparison: MethodComparison, *, resamples: int = 10_000, seed: int = 0
 ) -> pd.DataFrame:
-    """`tables.RATIOS`: every ratio measured in this run, of both kinds of model. Intervals are
-    bootstrapped over the questions."""
+    """`tables.RATIOS`: every ratio measured in this run, for both kinds of model.
+
+    Intervals are bootstrapped over the questions.
+    """
     answers, rows = comparison.answers(), []
     options = {"resamples": resamples, "seed": seed}
     for kind, name in NAMES.items():
         for note in comparison.measured():
-            if note["name"] != name:
+            if note["name"] != name:  # another method of the same run
                 continue
+            # In the order of the ids, so that a seed resamples the same questions in every row.
             found = answers[answers["system"] == note["label"]].sort_values("question_id")
-            right = found.loc[found["correct"], "generated_tokens"]
+            right = found.loc[found["correct"], "generated_tokens"]  # tokens of the correct answers
             means = {
                 "accuracy": statistics.bootstrap_mean(found["correct"].astype(float), **options),
                 "think_tokens": statistics.bootstrap_mean(found["cot_tokens"], **options),

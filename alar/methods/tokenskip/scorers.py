@@ -1,13 +1,13 @@
 """Word scores from a language model, where LLMLingua-2 cannot be had.
 
-surprisal: what the model would have written anyway can go. A word's score is 1 − exp(−s), with s
-the mean of −log P(token | what is before) over its tokens: one minus the geometric mean of their
-probabilities.
+surprisal: words that the model would have written anyway can go. A word's score is 1 − exp(−s),
+with s the mean of −log P(token | what is before) over its tokens. So it is one minus the geometric
+mean of their probabilities.
 
-gain: what the *action* makes likelier matters for it. The score is the logistic function of the
-mean of log P(token | what is before, action) − log P(token | what is before). For the first term,
-the action that the turn ended in stands before the thought. LLMLingua-2 was distilled from a model
-that was told to keep what matters; this asks the policy itself.
+gain: words that the *action* makes likelier matter for the action. The score is the logistic
+function of the mean of log P(token | what is before, action) − log P(token | what is before). For
+the first term, the action that the turn ended in stands before the thought. LLMLingua-2 was
+distilled from a model that was told to keep what matters; this asks the policy itself.
 
 Both score the thought inside its turn, `<think>…</think>`, tokenised as the policy's turns are.
 Many thoughts share a forward pass. Only positions that predict a token of a thought get logits.
@@ -52,7 +52,7 @@ class LanguageModelScorer(ABC):
     def _token_scores(
         self, thoughts: Sequence[Thought], blocks: Sequence[_Block]
     ) -> list[list[float]]:
-        """For each thought one score for each of its words, in [0, 1)."""
+        """For each thought, one score in [0, 1) for each of its words."""
 
     @torch.no_grad()
     def _logprobs(
@@ -103,6 +103,7 @@ class Surprisal(LanguageModelScorer):
         scores = []
         for block, found in zip(blocks, logprobs):
             means = block.word_means(found)
+            # 1 − e^mean; expm1 stays exact near 0.
             scores.append([min(BELOW_ONE, float(-np.expm1(mean))) for mean in means])
         return scores
 

@@ -1,12 +1,11 @@
-"""Steps of notebook 12, each with a file of its own: those that are finished are not done again.
+"""Steps of notebook 12, each with a file of its own: a finished step is not done again.
 
     steps = Steps(stage, settings, skip=["collect", "compress"],
                   reuse_from="runs/laptop/search/12_tokenskip")
     collected = steps.run("collect", lambda path: write_trajectories(path, collect()))
 
-A step in `skip` is copied from `reuse_from`, the folder of an earlier run of the notebook. Without
-that, a stage that was interrupted goes on behind its last finished step, if `settings` are the
-same.
+A step in `skip` is copied from `reuse_from`, the folder of an earlier run of the notebook. For the
+other steps, an interrupted stage goes on after its last finished step if `settings` are the same.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 from alar.files import write_json
 from alar.store import RESUME, Store, content, key, remove, whole
 
-FILES = {
+FILES = {  # step → what it leaves in the stage's folder
     "collect": "collected.jsonl",
     "compress": "compressed.jsonl",
     "prepare": "examples.jsonl",
@@ -58,6 +57,7 @@ class Steps:
         self.folder, self.skip, self.source = stage.folder, set(skip), Path(reuse_from)
         # What is kept here lets the stage go on after a kill, and is removed when it is finished.
         self.store = Store(stage.folder / RESUME)
+        # All that decides the next step.
         self.ingredients = [dict(settings), sorted(self.skip), str(reuse_from)]
         self.seconds: dict[str, float] = {}
 
@@ -71,12 +71,13 @@ class Steps:
         if name in self.skip:
             self._copy(name, path)
             print(f"{name}: taken from {self.source.name}")
+        # The content too: somebody may have changed the file.
         elif note and path.exists() and content(path) == note["content"]:
             self.seconds[name] = note["seconds"]
             print(f"{name}: finished before the interruption")
         else:
             started = time.perf_counter()
-            with whole(path) as aside:
+            with whole(path) as aside:  # a kill leaves no half-written file
                 make(aside)
             self.seconds[name] = time.perf_counter() - started
         made = content(path)
@@ -93,12 +94,13 @@ class Steps:
                 f"{origin} does not exist, so step {name} cannot be skipped; take it out of"
                 " tokenskip.skip"
             )
-        if origin.resolve() != path.resolve():
+        if origin.resolve() != path.resolve():  # a folder may be its own source
             remove(path)
             if origin.is_dir():
                 shutil.copytree(origin, path)
             else:
                 shutil.copyfile(origin, path)
         noted = self.source / SECONDS
+        # Step → seconds.
         known = json.loads(noted.read_text(encoding="utf-8"))["seconds"] if noted.exists() else {}
         self.seconds[name] = known.get(name, float("nan"))

@@ -1,4 +1,4 @@
-"""A compressed text for people: dropped words struck through, and why the rate was not met.
+"""A compressed text to look at: dropped words struck through, and why the rate was not met.
 
 `compression_view` is live; `struck` is its static twin, the same text at several rates.
 """
@@ -35,9 +35,11 @@ def compression_view(
     pasted: str = EXAMPLE,
     twin: Figure | None = None,
 ) -> View:
-    """Samples or a pasted text, a scorer, and a slider for the rate. Every text is scored once per
-    scorer."""
-    labels = [
+    """A view to choose a text, a scorer and a rate.
+
+    The text is one of the samples or pasted. It is scored once per scorer.
+    """
+    labels = [  # (what the menu shows, number of the sample)
         (f"{number + 1}. {shortened(sample.text, 80)}", number)
         for number, sample in enumerate(samples)
     ]
@@ -52,7 +54,7 @@ def compression_view(
         description="scorer", options=[(s.name, number) for number, s in enumerate(scorers)]
     )
     rate = ipywidgets.FloatSlider(description="rate", min=0.05, max=1.0, step=0.05, value=0.5)
-    known: dict[tuple[int, Thought], list[Word]] = {}
+    known: dict[tuple[int, Thought], list[Word]] = {}  # (scorer, thought) → scored words
 
     def draw(sample: int, text: str, scorer: int, rate: float) -> str:
         thought = Thought(text) if sample == PASTED else samples[sample]
@@ -61,6 +63,7 @@ def compression_view(
                 known[scorer, thought] = scorers[scorer].score_words([thought])[0]
         except ValueError as problem:  # such as a pasted text for a scorer that needs its action
             return boxed(f'<p class="no">{escaped(problem)}</p>')
+        # The slider's 0.15000000000000002 is 0.15.
         found = compress(thought.text, known[scorer, thought], round(rate, 2), rules, count_tokens)
         return boxed(marked(found), reasons(found))
 
@@ -91,7 +94,7 @@ def reasons(found: Compression) -> str:
     )
     bold = "bold, such as digits and operators: kept whatever the rate"
     whole = f"of {found.original_tokens}: the joined text is tokenised as a whole, not word by word"
-    wanted = f"{found.rate * counted:.1f}"
+    wanted = f"{found.rate * counted:.1f}"  # in tokens
     rows = [
         ("requested", wanted, f"{found.rate:.0%}", "of the tokens, counted word by word"),
         ("above the threshold", kept, f"{found.kept_share:.0%}", percentile),
@@ -114,12 +117,14 @@ def struck(
     """(figure, table): the text once per rate. The table has one row per word and rate."""
     found = [compress(text, words, rate, rules, count_tokens) for rate in rates]
     placed = _placed([word.text for word in words])
+    # Of the whole text; each rate gets as many.
     lines = 1 + max((line for line, _ in placed), default=0)
+    # In inches: 0.145 a line, 1.6 lines for the head of a rate, 0.35 for the rest.
     figure = new_figure(PAGE, 0.35 + len(found) * (lines + 1.6) * 0.145)
     axes = figure.subplots()
     axes.set_axis_off()
-    axes.set_xlim(0, COLUMNS)
-    axes.set_ylim(len(found) * (lines + 1.6), -0.5)
+    axes.set_xlim(0, COLUMNS)  # axes count characters and lines
+    axes.set_ylim(len(found) * (lines + 1.6), -0.5)  # upside down: line 0 is on top
     for block, compression in enumerate(found):
         top = block * (lines + 1.6)
         head = (
@@ -157,6 +162,7 @@ def _placed(words: Sequence[str]) -> list[tuple[int, int]]:
     places, line, column = [], 0, 0
     for word in words:
         shown = word.strip()
+        # A space, but none at the start of a line.
         column += 1 if word != word.lstrip() and column else 0
         if column and column + len(shown) > COLUMNS:
             line, column = line + 1, 0

@@ -1,12 +1,12 @@
 """A text as words: what scores them, and which of them stay.
 
-Which stay is LLMLingua-2's percentile rule (arXiv 2403.12968; library `llmlingua`,
+LLMLingua-2's percentile rule decides which stay (arXiv 2403.12968; library `llmlingua`,
 `PromptCompressor.__compress`). Within a chunk, every word's score counts once per token. The
-threshold is a percentile of these numbers, and what lies above it stays. So a rate is never a
-number of words to keep, and equal scores stay or go together. Forced words score 1.
+threshold is a percentile of these numbers, and what lies above it stays. So a rate is not a number
+of words to keep, and equal scores stay or go together. Forced words score 1.
 
-One difference to the library is deliberate: it forces single *tokens* and averages over the word,
-so that `x2` may be lost; here a word that holds a digit is forced as a whole.
+One difference to the library is deliberate. The library forces single *tokens* and averages over
+the word, so `x2` may be lost. Here a word that holds a digit is forced as a whole.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Word:
 
 
 class WordScorer(Protocol):
-    """Whatever judges words. Those with higher scores stay longer."""
+    """What judges words. Words with higher scores stay longer."""
 
     name: str  # appears in every table
 
@@ -67,7 +67,7 @@ def in_chunks(words: Sequence[Word], counts: Sequence[int], limit: int) -> list[
     A chunk ends behind a full stop or before a new line if it has one. `counts` are tokens per
     word.
     """
-    numbered, chunk, start, size = [], 0, 0, 0
+    numbered, chunk, start, size = [], 0, 0, 0  # start: first word of the chunk; size: its tokens
     for index, count in enumerate(counts):
         if size + count > limit and index > start:
             cut = index
@@ -94,11 +94,11 @@ def joined(words: Sequence[str]) -> str:
 class Rules:
     """The library's force_tokens, force_reserve_digit and drop_consecutive.
 
-    With `drop_consecutive`, a forced token that would directly follow the same one is dropped. It
-    loses operators, so no parameter sets it; tests compare it with the library's. For the library
-    only what scores *above* a percentile lies between two tokens, and where many words are forced
-    that percentile is 1. So the second `>` of `2>1, so 2017>1728` goes at low rates, whatever
-    digits are between.
+    With `drop_consecutive`, a forced token that would directly follow the same one is dropped. This
+    loses operators, so no parameter sets it; tests compare it with the library's. The library sees
+    only words that score *above* a percentile as lying between two tokens, and where many words are
+    forced that percentile is 1. So the second `>` of `2>1, so 2017>1728` goes at low rates,
+    whatever digits are between.
     """
 
     force_tokens: tuple[str, ...] = OPERATORS
@@ -135,9 +135,11 @@ def kept_words(
         values = _repeats_lowered(
             names, values, np.percentile(values, int(100 * dropped)), rules.force_tokens
         )
+    # The library adds 1 to the percent here.
     threshold = np.percentile(np.repeat(values, counts), int(100 * dropped + 1))
     kept, last = [], None
     for name, value in zip(names, values):
+        # Forced words stay at a threshold of 1 too.
         stays = value > threshold or value == threshold == 1.0
         stays &= not (rules.drop_consecutive and name in rules.force_tokens and name == last)
         last = name if stays else last
