@@ -1,7 +1,10 @@
 """The house: which room may import which, names that mean one thing, walks, and ruff."""
 
 import ast
+import importlib
+import importlib.util
 import io
+import json
 import re
 import subprocess
 import sys
@@ -146,3 +149,23 @@ def test_ruff_finds_nothing(command):
         tools.append("notebooks")
     done = subprocess.run(tools, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_a_notebook_imports_is_there():
+    missing = []
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        code = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
+        code = re.sub(r"(?m)^[%!].*$", "", code)  # IPython's own lines
+        for node in ast.walk(ast.parse(code)):
+            if not isinstance(node, ast.ImportFrom) or not node.module.startswith("alar"):
+                continue
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                inside = hasattr(module, "__path__") and importlib.util.find_spec(
+                    f"{node.module}.{alias.name}"
+                )
+                known = hasattr(module, alias.name) or inside
+                if not known:
+                    missing.append(f"{path.name}: from {node.module} import {alias.name}")
+    assert missing == []
