@@ -513,6 +513,13 @@ def test_a_dual_vocabulary_is_constrained_as_in_the_in_process_engine(bench, che
     )
 
 
+def test_rows_grow_when_vllm_has_profiled_with_a_few_blocks(bench, checkpoint):
+    folder, model, codec = checkpoint("qwen2", 4)
+    bench.start(folder)
+    bench.run_with_few_blocks(2)
+    assert three_turns(bench, model, codec) <= 1
+
+
 def test_a_released_turn_is_aborted_and_the_others_go_on(bench, checkpoint):
     folder, model, codec = checkpoint("qwen2", 4)
     bench.start(folder)

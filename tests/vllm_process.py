@@ -180,6 +180,17 @@ class Bench:
 
         model._remember = forgetful
 
+    def run_with_few_blocks(self, blocks: int):
+        """A step with attention on `blocks` KV blocks, then all of them again: the order in which
+        vLLM's memory profiling for CUDA graphs goes about it."""
+        self.tampered()
+        core = self.engine.llm.llm_engine.engine_core.engine_core
+        worker = core.model_executor.driver_worker.worker
+        cache, whole = worker.cache_config, worker.cache_config.num_gpu_blocks
+        cache.num_gpu_blocks = blocks
+        worker.model_runner._dummy_run(4, force_attention=True)
+        cache.num_gpu_blocks = whole
+
     def overhead(self, base, folder, batch, steps, extras: dict, pairs):
         """Processor time of a decode step of this engine, for each of `extras` (name → a request's
         extra arguments), over that of plain vLLM on the same trunk: {name: ratios}, and under

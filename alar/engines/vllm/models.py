@@ -62,7 +62,7 @@ class LatentModel:
         self.register_buffer("inputs", inputs, persistent=False)
         self.cache_config = vllm_config.cache_config
         self.blueprints: dict[str, tuple] | None = None  # see `_unpack`
-        self.rows: BlockRows | None = None  # made once the number of KV blocks is known
+        self.rows: BlockRows | None = None  # sized in `_batch`, by the number of KV blocks
         self.step = StepLatents(scheduling.max_num_seqs, config.hidden_size, dtype, device)
         self.eager_checks = device.type == "cpu"  # looking at values does not synchronise there
         shared(vllm_config).step = self.step
@@ -156,8 +156,10 @@ class LatentModel:
                 f"{type(batch).__name__} does not say {', '.join(absent)}; choose another attention"
                 " backend: on GPUs --attention-backend FLASH_ATTN"
             )
-        if self.rows is None:
-            blocks, inputs = self.cache_config.num_gpu_blocks, self.inputs
+        blocks, inputs = self.cache_config.num_gpu_blocks, self.inputs
+        # vLLM first runs with a few blocks, to see what its CUDA graphs take. It throws those
+        # graphs away, so none of them holds the address of the rows that are replaced here.
+        if self.rows is None or self.rows.padding != blocks:
             self.rows = BlockRows(blocks, inputs.shape[1], inputs.dtype, inputs.device)
         return batch
 
