@@ -652,6 +652,18 @@ def test_a_block_that_the_context_limit_cuts_is_marked(bench, checkpoint):
         bench.generate([TurnRequest(0, prompt, [])], SAMPLING)
 
 
+def test_a_request_may_have_as_many_positions_as_fit_in_the_kv_cache(bench, checkpoint):
+    """The model has 2,048; 20 blocks of 32 tokens, one of which vLLM keeps, hold 608."""
+    folder, model, codec = checkpoint("qwen2", 4)
+    assert model.config.max_position_embeddings == 2048
+    bench.start(folder, max_model_len=None, num_gpu_blocks_override=20)
+    requests = first_requests(codec, random.Random(4), 4)
+    assert check(model, codec, requests, bench.generate(requests, SAMPLING)) <= 1
+    long = codec.prompt("x") + codec.untrusted(" x")[-1:] * 600
+    with pytest.raises(Refused, match="exceeds the engine's 608 positions"):
+        bench.generate([TurnRequest(0, long, [])], SAMPLING)
+
+
 def test_in_bfloat16_blocks_are_whole_and_near_the_float32_model(bench, checkpoint):
     folder, model, codec = checkpoint("qwen2", 4)
     bench.start(folder, dtype="bfloat16")

@@ -58,7 +58,8 @@ class Bench:
 
     def start(self, folder, **arguments):
         """`async_scheduling=True` really is asynchronous; left out, it is what vLLM makes of it on
-        a CPU. An engine that was started in the same way and not tampered with since is used again.
+        a CPU. None leaves a setting to `VLLMEngine`. An engine that was started in the same way and
+        not tampered with since is used again.
         """
         from vllm.platforms import current_platform
 
@@ -68,9 +69,10 @@ class Bench:
             return self.engine.reset()
         self.stop()
         asynchronous = current_platform.is_cpu() and bool(arguments.get("async_scheduling"))
-        settings = {"max_model_len": 512, "max_num_seqs": 16, "block_size": 32}
+        settings = {"max_model_len": 512, "max_num_seqs": 16, "block_size": 32} | arguments
         with asynchronous_scheduling_kept() if asynchronous else contextlib.nullcontext():
-            self.engine = VLLMEngine(folder, **{**settings, **arguments})
+            given = {name: value for name, value in settings.items() if value is not None}
+            self.engine = VLLMEngine(folder, **given)
         assert self.engine.config.scheduler_config.async_scheduling or not asynchronous
         self.started, self.preempted = (folder, arguments), []
 
