@@ -76,3 +76,9 @@ def test_both_report_the_same_loss_and_kl(results, case):
 def test_verl_s_checkpoint_resumes_exactly_and_ours_holds_the_whole_policy(results, case):
     assert results[case]["resumed_equal"] and results[case]["resumed_rate"]
     assert results[case]["exported"] <= 1e-6
+
+
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_is_exported_without_a_second_model_on_the_gpu(results, case):
+    assert not results[case]["exported_on_the_usual_device"]

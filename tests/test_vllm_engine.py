@@ -5,6 +5,7 @@ vLLM runs in a process of its own (`vllm_process.py`); everything here is skippe
 installed.
 """
 
+import importlib.util
 import itertools
 import math
 import os
@@ -513,6 +514,13 @@ def test_a_dual_vocabulary_is_constrained_as_in_the_in_process_engine(bench, che
     )
 
 
+def test_rows_grow_when_vllm_has_profiled_with_a_few_blocks(bench, checkpoint):
+    folder, model, codec = checkpoint("qwen2", 4)
+    bench.start(folder)
+    bench.run_with_few_blocks(2)
+    assert three_turns(bench, model, codec) <= 1
+
+
 def test_a_released_turn_is_aborted_and_the_others_go_on(bench, checkpoint):
     folder, model, codec = checkpoint("qwen2", 4)
     bench.start(folder)
@@ -642,6 +650,18 @@ def test_a_block_that_the_context_limit_cuts_is_marked(bench, checkpoint):
     )
     with pytest.raises(Refused, match="exceeds the engine's 64 positions"):
         bench.generate([TurnRequest(0, prompt, [])], SAMPLING)
+
+
+def test_a_request_may_have_as_many_positions_as_fit_in_the_kv_cache(bench, checkpoint):
+    """The model has 2,048; 20 blocks of 32 tokens, one of which vLLM keeps, hold 608."""
+    folder, model, codec = checkpoint("qwen2", 4)
+    assert model.config.max_position_embeddings == 2048
+    bench.start(folder, max_model_len=None, num_gpu_blocks_override=20)
+    requests = first_requests(codec, random.Random(4), 4)
+    assert check(model, codec, requests, bench.generate(requests, SAMPLING)) <= 1
+    long = codec.prompt("x") + codec.untrusted(" x")[-1:] * 600
+    with pytest.raises(Refused, match="exceeds the engine's 608 positions"):
+        bench.generate([TurnRequest(0, long, [])], SAMPLING)
 
 
 def test_in_bfloat16_blocks_are_whole_and_near_the_float32_model(bench, checkpoint):
@@ -792,6 +812,33 @@ def test_a_checkpoint_without_its_projector_is_refused(bench, checkpoint, tmp_pa
     without(folder, "model.projector.down.weight", tmp_path / "part")
     with pytest.raises(Refused, match="projector does not fit: down.weight missing"):
         bench.start(tmp_path / "part")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("verl") is None,
+    reason="verl is not installed: python run_all.py --install engines",
+)
+def test_verl_hands_new_weights_over_in_buckets(checkpoint):
+    """Through verl's sender and the worker of a verl job. A bucket holds one of the largest
+    tensors, so that the projector is spread over several and most buckets have none of it."""
+    folder, model, codec = checkpoint("qwen2", 4)
+    other_folder, other, _ = checkpoint("qwen2", 4, seed=9)
+    requests = first_requests(codec, random.Random(2), 8)
+    bench = Bench(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VERL_PLATFORM="cpu",
+        VERL_USE_EXTERNAL_MODULES="alar.engines.verl.cpu",
+    )
+    try:
+        bench.start_for_verl(folder)
+        assert check(model, codec, requests, bench.generate(requests, SAMPLING)) <= 1
+        for new_folder, new in [(other_folder, other), (folder, model)]:
+            bench.receive(new_folder)
+            assert check(new, codec, requests, bench.generate(requests, SAMPLING)) <= 1
+        with pytest.raises(Refused, match="projector does not fit: down.weight missing"):
+            bench.receive(folder, without=["model.projector.down.weight"])
+    finally:
+        bench.close()
 
 
 def test_constant_thoughts_are_fed_in_their_order(bench, checkpoint):

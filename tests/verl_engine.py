@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from unittest import mock
 
 CASES = [("full", "recomputed"), ("full", "cached"), ("lora", "recomputed"), ("lora", "cached")]
 PROMPTS, GROUP, STEP = 3, 4, 2
@@ -212,7 +213,11 @@ def compare(model_folder: str, folder: Path, trainable: str, latents: str) -> di
     metrics = tu.get(worker.actor.train_mini_batch(td), "metrics")
     ours = dict(trainer.model.named_parameters())
     worker.save_checkpoint(str(folder / "state"), None, 1)
-    worker.export_checkpoint(str(folder / "checkpoint"))
+    # On a GPU machine this names the device that actor and vLLM fill.
+    with mock.patch(
+        "alar.model.checkpoints.usual_device", return_value=torch.device("cpu")
+    ) as usual:
+        worker.export_checkpoint(str(folder / "checkpoint"))
     resumed = verl_worker(model_folder, folder, config)
     resumed.load_checkpoint(str(folder / "state"))
     again = {plain(name): p for name, p in resumed.actor.engine.module.named_parameters()}
@@ -224,6 +229,7 @@ def compare(model_folder: str, folder: Path, trainable: str, latents: str) -> di
         return float((a - b).norm() / b.norm())
 
     return {
+        "exported_on_the_usual_device": usual.called,
         "same_weights_train": trained == sorted(before),
         "latent_positions": sum(len(t.latents) for t in trajectories),
         "ratio_error": float((ratios - 1).abs().max()),

