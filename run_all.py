@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs the whole study: sets up the environment if needed, then every numbered notebook in order.
+"""Runs the whole study: sets up the environment if needed, then notebooks 00 to 08 in order.
 
     python run_all.py                               the laptop study, params/laptop.yaml
     python run_all.py --list                        what would run, and why
@@ -65,7 +65,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--set",
         action="append",
         default=[],
-        metavar="STAGE.KEY=VALUE",
+        metavar="SECTION.KEY=VALUE",
         dest="overrides",
         help="override one parameter; may be repeated",
     )
@@ -92,7 +92,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--force", action="store_true", help="run the chosen stages even if they are finished"
     )
     parser.add_argument(
-        "--run-dir", type=Path, metavar="DIR", help="folder for the run (default: runs/NAME)"
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder that holds the runs (default: runs/NAME)",
     )
     parser.add_argument(
         "--publish", action="store_true", help="afterwards write figures/ and notebooks/executed/"

@@ -45,7 +45,7 @@ class Turn:
 
     mode: str  # "think" | "latent" | "none"
     reasoning: str  # what stands in the block
-    action: str | None  # "search" | "answer", or None if there is no action
+    action: str | None  # of the domain: "search", "call", "answer", …; None without one
     argument: str
     well_formed: bool  # exactly one closed reasoning block, then exactly one action, nothing else
     problem: str = ""  # what is wrong with a turn that is not well formed

@@ -110,7 +110,7 @@ class Trajectory:
     turns: list[TurnRecord] = field(default_factory=list)
     prediction: str | None = None
     correct: bool = False
-    finish: str = ""  # "answer" | "max_turns" | "length" | what the environment ended it for
+    finish: str = ""  # "answer" | "max_turns" | the reason of an observation's `end`
     grade: float | None = None  # how right it is, 1 for wholly, where the environment grades
 
     def count(self, *origins: Origin, span: tuple[int, int] | None = None) -> int:

@@ -82,7 +82,7 @@ def test_every_arrow_between_rooms_points_down():
     assert back == []
 
 
-def test_the_rooms_are_those_of_the_plan():
+def test_the_rooms_are_those_of_the_floors():
     planned = {name for names in FLOORS for name in names}
     standing = {room(module) for module in modules() if module}
     assert standing == planned
@@ -109,7 +109,7 @@ def test_a_public_name_means_one_thing():
     assert twice == {}
 
 
-def test_the_two_walks_name_functions_that_exist():
+def test_the_walks_name_functions_that_exist():
     text = (PACKAGE / "README.md").read_text(encoding="utf-8")
     steps = re.findall(r"`(alar/[\w/]+\.py):(\w+(?:\.\w+)?)`", text)
     assert len(steps) >= 12

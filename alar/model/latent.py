@@ -83,10 +83,10 @@ class LatentCausalLM:
             packing, num_latents, input_ids = self._schedule(input_ids, sequences)
         else:  # no position has to wait for another one: all is text, in one call
             packing = pack(input_ids, sequences, None, config.num_latent)
-        # From here on all N real tokens stand in one line, in the order of the calls.
-        where = packing.where.to(input_ids.device)  # (N,) places in the flattened grid
-        ids = input_ids.flatten()[where]  # (N,)
-        embeddings = self.get_input_embeddings()(ids)  # (N, H)
+        # From here on all R real tokens stand in one line, in the order of the calls.
+        where = packing.where.to(input_ids.device)  # (R,) places in the flattened grid
+        ids = input_ids.flatten()[where]  # (R,)
+        embeddings = self.get_input_embeddings()(ids)  # (R, H)
         if latents is not None:
             embeddings = _with_given(embeddings, ids == config.latent_token_id, latents)
         hidden, z = self._run_calls(packing, embeddings, attached)
@@ -123,8 +123,8 @@ class LatentCausalLM:
         return int(most)
 
     def _run_calls(
-        self, packing: Packing, embeddings: Float[Tensor, "N H"], attached: list[bool]
-    ) -> tuple[Float[Tensor, "N H"], Float[Tensor, "M H"]]:
+        self, packing: Packing, embeddings: Float[Tensor, "R H"], attached: list[bool]
+    ) -> tuple[Float[Tensor, "R H"], Float[Tensor, "N H"]]:
         """Hidden states of all tokens and the z of the latent ones, both in the order of the calls.
 
         `attached[k]` says whether the gradient of z_{k+1} goes on into h_k.
@@ -239,10 +239,10 @@ class LatentCausalLM:
 
 
 def _with_given(
-    embeddings: Float[Tensor, "N H"], is_latent: Bool[Tensor, " N"], latents: Float[Tensor, "M H"]
-) -> Float[Tensor, "N H"]:
+    embeddings: Float[Tensor, "R H"], is_latent: Bool[Tensor, " R"], latents: Float[Tensor, "N H"]
+) -> Float[Tensor, "R H"]:
     """The embeddings with the given z at the latent positions, both in reading order."""
-    places = is_latent.nonzero()[:, 0]  # (M,)
+    places = is_latent.nonzero()[:, 0]  # (N,)
     if len(places) != len(latents):
         raise ValueError(
             f"{len(latents)} latent vectors were given for {len(places)} latent positions"

@@ -9,7 +9,7 @@ of the position just before it (arXiv 2606.02871, with f the projector):
 
     z₁ = f(h₀),   z_{k+1} = f(h_k),   k = 1 … K − 1
 
-This file is what to read first, and it is what everything else is compared with. Training uses
+Read this file of the room first: everything else is compared with it. Training uses
 `LatentCausalLM.latent_states`, which computes the same for a whole batch in few calls; the tests
 hold its hidden states, its z and its gradients against `plain_latent_states`.
 """

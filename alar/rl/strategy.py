@@ -5,9 +5,10 @@
     Credit    the advantage of every token
     Loss      the mean loss of the sampled tokens, from their advantages and log-probs
 
-A `Strategy` holds one of each, and both trainers take it whole. The base classes do what GRPO does.
-AR-GRPO's choices come below them, and `ar_grpo` picks those that an `RLConfig` asks for. Another
-method is a small class that overrides what it changes: see `alar.methods.length_rewards`.
+A `Strategy` holds one of each, and both trainers take it whole. `Reward`, `Credit` and `Loss` are
+interfaces. `Sampler`, `GroupCredit` and `ClippedLoss` are GRPO's; `ShapedReward`, `TurnCredit` and
+`ExploringSampler` are AR-GRPO's. `grpo` and `ar_grpo` put them together as an `RLConfig` asks.
+Another method is a small class that overrides what it changes: see `alar.methods.length_rewards`.
 
 Every part is a frozen dataclass whose fields are plain JSON values. So a strategy can be written
 as its classes and their settings (`to_json`). In this form it reaches the processes of verl, and a
@@ -156,7 +157,7 @@ class Loss(ABC):
         """
 
 
-# The choices of AR-GRPO.
+# The choices of GRPO and AR-GRPO.
 
 
 @dataclass(frozen=True)
