@@ -37,7 +37,9 @@ from alar.methods.dual.rl import DualARGRPO, DualRLConfig
 from alar.methods.dual.vocabulary import DualVocab, NoMirror
 from alar.model import load
 from alar.records import Origin, Question
+from alar.rl.config import RLConfig
 from alar.rl.strategy import ar_grpo
+from alar.rl.trainer import ARGRPO
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Sampling, TurnRequest, TurnWriter
 from alar.rollout.hf import HFEngine
@@ -658,6 +660,16 @@ def test_rl_on_mirrors_alone_leaves_the_visible_tokens_without_loss(dual_of, tmp
     # Nothing to train is no NaN.
     assert trainer._update([silent], [[1.0] * len(silent.ids)])["loss"] == 0.0
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+def test_a_trainer_that_would_score_without_the_constraint_is_refused(dual_of, tmp_path):
+    model, tokenizer = load(dual_of(True, True, 5.0))
+    config, asked = RLConfig(prompts_per_step=1), validation_questions(1)
+    strategy = ar_grpo(config.model_copy(update={"length_tolerance": 400.0}))
+    with pytest.raises(ValueError, match="constrain"):
+        ARGRPO(
+            model, tokenizer, SearchEnvironment(), asked, asked, config, strategy, folder=tmp_path
+        )
 
 
 def test_rl_on_mirrors_needs_a_dual_vocabulary(base, tmp_path):

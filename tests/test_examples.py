@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from alar.domains.search.questions import solved_questions
+from alar.model import load_base
 from alar.records import Origin, Question, Trajectory, TurnRecord
 from alar.rollout.codec import Codec
 from alar.train.config import Supervised
@@ -18,7 +19,7 @@ from alar.train.examples import (
     warmup_examples,
     with_latent_turns,
 )
-from alar.train.supervised import mark_trainable, train
+from alar.train.supervised import labelled_loss, mark_trainable, train
 
 OBSERVATION = "\n\n<information>Doc 1(Title: x) text</information>\n\n"
 
@@ -168,3 +169,20 @@ def test_question_type_does_not_reach_examples(codec, trajectories):
     assert with_latent_turns(
         Trajectory(**{**vars(t), "question": hidden}), codec, [True] * len(t.turns)
     ) == with_latent_turns(t, codec, [True] * len(t.turns))
+
+
+def test_an_ordinary_model_has_the_loss_of_transformers_from_labelled_logits_alone():
+    model, tokenizer = load_base("embedded")
+    ids = tokenizer("The capital of France is Paris. " * 4)["input_ids"]
+    rows = [Example(ids, [-100] * 9 + ids[9:], 0), Example(ids[:20], [-100] * 5 + ids[5:20], 0)]
+    batch = collate(rows, tokenizer.pad_token_id)
+    ours = labelled_loss(model, batch)
+    ours.backward()
+    gradient = model.get_input_embeddings().weight.grad.clone()
+    model.zero_grad()
+    theirs = model(**batch).loss
+    theirs.backward()
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+    torch.testing.assert_close(gradient, model.get_input_embeddings().weight.grad)
+    labelled = int((batch["labels"][:, 1:] != -100).sum())
+    torch.testing.assert_close(labelled_loss(model, batch, 2 * labelled), ours / 2)

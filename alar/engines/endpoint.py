@@ -35,6 +35,7 @@ from tenacity import (
     wait_exponential,
 )
 
+from alar.domains.search.client import host_of, is_this_machine
 from alar.records import Origin
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Engine, Sampling, TurnOutput, TurnRequest
@@ -44,8 +45,6 @@ REFUSALS = 8
 LONGEST_PAUSE = 120.0  # seconds; a server that asks for more is asked again after these
 TEMPORARY = (408, 409, 425, 429)  # HTTP statuses worth another attempt, as are all from 500 on
 REFUSED = (400, 413, 422)  # concern one request; any other status would meet all requests
-# A proxy from the environment cannot reach a server on this machine.
-_WITHOUT_PROXY = dict.fromkeys(["all://localhost", "all://127.0.0.1", "all://[::1]"])
 
 
 class EndpointError(RuntimeError):
@@ -92,7 +91,8 @@ class Endpoint:
         backoff: float = 1.0,
     ):
         self.url = url.strip().rstrip("/").removesuffix("/chat/completions").rstrip("/")
-        if not self.url.startswith(("http://", "https://")):
+        host = host_of(self.url)
+        if not host:
             raise EndpointError(
                 f"endpoint {url!r} is not an address such as http://127.0.0.1:8000/v1"
             )
@@ -104,7 +104,7 @@ class Endpoint:
             timeout=httpx.Timeout(timeout, connect=min(10.0, timeout)),
             limits=httpx.Limits(max_connections=None),  # `EndpointEngine` limits the requests
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            mounts=_WITHOUT_PROXY,
+            trust_env=not is_this_machine(host),
         )
         self._open_again = 0.0  # when the server may be asked again, by the monotonic clock
         self._refused = 0  # requests, not attempts

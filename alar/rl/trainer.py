@@ -156,6 +156,13 @@ class ARGRPO:
         weights = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=0.0)
         self.engine = self.make_engine(_base(self.model))
+        unheeded = type(self).constrained is ARGRPO.constrained
+        if self.engine.constraint is not None and unheeded:
+            # Sampled under a constraint and scored without it, every ratio would be wrong.
+            raise ValueError(
+                "this checkpoint constrains what may be written, and this trainer would score it"
+                " without the constraint; use the trainer of its method (alar/methods)"
+            )
         on_policy = strategy.sampler.writer == "policy"
         self.writer = self.engine if on_policy else self.make_engine(self.reference)
         self.scorer = strategy.reward.scorer(self.reference, tokenizer, environment.form)
@@ -341,12 +348,15 @@ class ARGRPO:
             if config.validation_every and (self.done % config.validation_every == 0 or last):
                 row |= self.validate()
                 if row["validation_reward"] > self.best:
-                    self.best, self.best_weights = row["validation_reward"], self._trained()
+                    self.best = row["validation_reward"]
+                    if self.strategy.reward.selects:
+                        # On the CPU: on a GPU they would lie there until the training ends.
+                        self.best_weights = {n: w.cpu() for n, w in self._trained().items()}
             self.rows.append(row)
             log(row)
             if self.done % config.checkpoint_every == 0 or last:
                 self._checkpoint()
-        if self.strategy.reward.selects and self.best_weights is not None:
+        if self.best_weights is not None:
             # strict=False: only the trained weights were kept.
             self.model.load_state_dict(self.best_weights, strict=False)
         return merged(self.model).requires_grad_(True).eval()

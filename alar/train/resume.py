@@ -36,6 +36,8 @@ def load_state(folder: str | Path, settings: Mapping[str, Any]) -> dict[str, Any
     if not path.exists():
         return None
     kept = torch.load(path, weights_only=True)  # weights_only: a state file cannot run code
+    if "settings" not in kept:
+        raise ValueError(f"{path}: another version wrote it; remove {path.parent} to start anew")
     before, now = kept["settings"], dict(settings)
     names = {*before, *now}  # a setting that only one side has differs too
     different = sorted(name for name in names if before.get(name) != now.get(name))

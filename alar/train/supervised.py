@@ -12,12 +12,14 @@ from functools import partial
 
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from alar.train.config import Supervised
 from alar.train.distributed import collect, num_processes, sharded_copy
-from alar.train.examples import Example, SimilarBatches, collate
+from alar.train.examples import NO_LOSS, Example, SimilarBatches, collate
 
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # the published targets: attention only
 TRAINABLE = ("lora", "full", "rows", "lora+rows")
@@ -96,8 +98,10 @@ class SupervisedTrainer(Trainer):
         return DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if hasattr(model.config, "num_latent"):  # an ordinary checkpoint has no latents to attach
+        if hasattr(model.config, "num_latent"):
             inputs = inputs | {"latent_gradient": self.config.latent_gradient}
+        elif self.args.world_size == 1 and not return_outputs:
+            return labelled_loss(model, inputs, num_items_in_batch)
         # The count covers the labelled tokens of a whole step, all accumulated batches included.
         if num_items_in_batch is None:
             outputs = model(**inputs)
@@ -108,6 +112,21 @@ class SupervisedTrainer(Trainer):
             # processes are averaged, which divides by their number once too often.
             loss = outputs.loss * self.args.world_size
         return (loss, outputs) if return_outputs else loss
+
+
+def labelled_loss(model, inputs, num_items: int | Tensor | None = None) -> Tensor:
+    """Mean cross-entropy of an ordinary causal LM over the labelled tokens, `num_items` of them.
+
+    transformers' own loss takes logits in float32 at every position, (B, T, V), the prompt's and
+    the padding's among them; latent models take them where a label is, and so does this.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    states = base.model(inputs["input_ids"], inputs["attention_mask"], use_cache=False)
+    targets = inputs["labels"][:, 1:]  # (B, T − 1)
+    labelled = targets != NO_LOSS
+    logits = base.lm_head(states.last_hidden_state[:, :-1][labelled]).float()  # (n, V)
+    total = cross_entropy(logits, targets[labelled], reduction="sum")
+    return total / (labelled.sum() if num_items is None else num_items)
 
 
 class _Report(TrainerCallback):

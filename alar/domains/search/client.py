@@ -6,6 +6,7 @@ RetrievalError names the server, the cause and what to do. An error never become
 passages: a policy trained on those would learn that searching is useless.
 """
 
+import ipaddress
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -15,8 +16,22 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 
 from alar.domains.search.corpus import Hit, Passage, RetrievalError
 
-# A proxy from the environment cannot reach a server on this machine.
-_WITHOUT_PROXY = dict.fromkeys(["all://localhost", "all://127.0.0.1", "all://[::1]"])
+
+def host_of(url: str) -> str:
+    """The host in an http(s) address, "" if the text is no such address."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:
+        return ""
+    return parsed.host if parsed.scheme in ("http", "https") else ""
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether a host is the machine's own, which a proxy from the environment cannot reach."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 class RetrievedDocument(BaseModel):
@@ -50,7 +65,8 @@ class HTTPRetriever:
     def __init__(self, url: str, timeout: float = 60.0, retries: int = 4, backoff: float = 0.5):
         # Search-R1's scripts give the address with its path; both spellings are accepted.
         self.url = url.strip().rstrip("/").removesuffix("/retrieve")
-        if not self.url.startswith(("http://", "https://")):
+        host = host_of(self.url)
+        if not host:
             raise RetrievalError(
                 f"retrieval.url: {url!r} is not an address such as http://127.0.0.1:8000"
             )
@@ -58,7 +74,8 @@ class HTTPRetriever:
         self.retries = retries
         # A server that is down shows within 5 s; only a search may take the whole `timeout`.
         self._client = httpx.Client(
-            timeout=httpx.Timeout(timeout, connect=min(5.0, timeout)), mounts=_WITHOUT_PROXY
+            timeout=httpx.Timeout(timeout, connect=min(5.0, timeout)),
+            trust_env=not is_this_machine(host),
         )
         # Without jitter: tenacity draws it from the global `random`, and a retry would change the
         # later draws of a run.
