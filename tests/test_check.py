@@ -160,7 +160,9 @@ def test_self_training_on_gsm8k_lacks_its_base_and_its_dataset_only(examined, ro
     code, lines = examined(file)
     found = missing(lines)
     assert code == 2 and len(found) == 2, found
-    assert "hf download Qwen/Qwen2.5-3B-Instruct" in found[0] and "load('gsm8k')" in found[1]
+    assert (
+        "hf download Qwen/Qwen2.5-3B-Instruct" in found[0] and "load_questions('gsm8k')" in found[1]
+    )
 
 
 def test_the_dual_models_lack_their_bases_and_their_datasets(examined, roomy):
@@ -170,8 +172,8 @@ def test_the_dual_models_lack_their_bases_and_their_datasets(examined, roomy):
     for named in (
         "Qwen/Qwen2.5-3B-Instruct",
         "Qwen/Qwen3-4B-Thinking-2507",
-        "load('metamathqa')",
-        "load('math')",
+        "load_questions('metamathqa')",
+        "load_questions('math')",
     ):
         assert named in found
 
@@ -184,7 +186,7 @@ def test_tokenskip_on_math_lacks_its_base_its_dataset_and_the_scorer_of_words(ex
         found,
         (
             "Qwen/Qwen3-4B-Thinking-2507",
-            "load('math')",
+            "load_questions('math')",
             "llmlingua-2-xlm-roberta-large-meetingbank",
         ),
     ):

@@ -150,7 +150,8 @@ def begin(folder: Path, parts: dict[str, Any], *, fresh: bool = False) -> bool:
         for entry in folder.iterdir():
             if entry.name != UNFINISHED:
                 remove(entry)
-    remove(folder.parent / "tensorboard" / folder.name)  # its curves would mix with the new ones
+    # Its curves would mix with the new ones; an open TensorBoard may hold a file.
+    shutil.rmtree(folder.parent / "tensorboard" / folder.name, ignore_errors=True)
     write_json(folder / UNFINISHED, {"fingerprint": parts})
     return False
 
@@ -158,7 +159,7 @@ def begin(folder: Path, parts: dict[str, Any], *, fresh: bool = False) -> bool:
 def finish(folder: Path, parts: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Mark the stage as finished: delete what it kept for resuming, hash its outputs, write the
     receipt. Returns the receipt."""
-    remove(folder / RESUME)
+    shutil.rmtree(folder / RESUME, ignore_errors=True)  # a busy file must not cost the stage
     for leftover in folder.glob(".*.tmp"):  # half-written, by a process that was killed
         remove(leftover)
     outputs = {}

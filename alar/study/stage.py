@@ -23,7 +23,7 @@ from typing import Any
 import filelock
 
 from alar.files import append_jsonl, write_json
-from alar.store import RECEIPT, content
+from alar.store import RECEIPT, RESUME, content
 
 # The runner sets this variable for its kernels; it is not a parameter. It names the file to which
 # `progress` reports instead of drawing a bar.
@@ -94,7 +94,14 @@ class Stage:
         name = f"{stage_name}/{file}" if file else stage_name
         noted = read_inputs(self.folder)
         # None says that it was missing; if it appears, the stage runs again.
-        noted[name] = content(path) if path.exists() else None
+        now = content(path) if path.exists() else None
+        saved = any((self.folder / RESUME).glob("[!.]*"))
+        if saved and noted.get(name, now) != now:
+            raise RunError(
+                f"{path} has changed since the interrupted training in {self.folder / RESUME} saved"
+                " its state; remove that folder to start anew"
+            )
+        noted[name] = now
         write_json(self.folder / INPUTS, dict(sorted(noted.items())))
         return None if problem else path
 
@@ -200,7 +207,8 @@ def read_note(path: Path) -> dict[str, Any] | None:
 def read_inputs(folder: Path) -> dict[str, str | None]:
     """The inputs that the stage in `folder` asked for: "stage/file" → content hash, or None if it
     was missing."""
-    return read_note(folder / INPUTS) or {}
+    noted = read_note(folder / INPUTS)
+    return noted if isinstance(noted, dict) else {}  # another version noted names alone
 
 
 def changed_input(run_dir: Path, inputs: dict[str, str | None]) -> str:

@@ -171,7 +171,7 @@ def _more_memory(stage: str) -> str:
     if stage in BATCHES:
         return (
             f"lower {BATCHES[stage]} and raise gradient_accumulation as much, or train with"
-            " torchrun on several GPUs (alar.train)"
+            " torchrun on several GPUs (alar.study.train_stage)"
         )
     if stage.startswith("05"):
         return "raise rl.gradient_accumulation (trainer single), or use more GPUs (trainer verl)"

@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from alar.domains.search.datasets import FLASHRAG, SEARCH_R1_TRAIN, published_sizes
 from alar.domains.static.sets import PUBLISHED
@@ -48,23 +48,33 @@ GET_TOOLMIND = (
 
 
 def hub_folder(name: str) -> Path | None:
-    """A hub model's folder in the local cache; None if the cache does not have it."""
+    """A hub model's folder in the local cache; None if the cache does not have it.
+
+    A model counts as there with its config.json; `missing_files` looks at the rest. (The hub's own
+    `snapshot_download` also wants files that no model needs, such as the README.)
+    """
     try:
-        return Path(snapshot_download(name, local_files_only=True))  # never asks the network
-    except (LocalEntryNotFoundError, HFValidationError):
+        config = try_to_load_from_cache(name, "config.json")  # never asks the network
+    except HFValidationError:
         return None
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def missing_files(folder: Path) -> list[str]:
     """Names of the files that a checkpoint folder lacks: config, tokenizer, weights."""
     needed = ["config.json", "tokenizer_config.json"]
-    # A checkpoint in several files has an index: weight → file.
-    indices = sorted(folder.glob("*.index.json"))
-    if indices:
-        shards = json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"].values()
-        needed += sorted(set(shards))
-    elif not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+    # The order in which transformers looks for weights.
+    weights = [
+        name
+        for kind in ("model.safetensors", "pytorch_model.bin")
+        for name in (kind, f"{kind}.index.json")
+        if (folder / name).exists()
+    ]
+    if not weights:
         needed.append("model.safetensors")
+    elif weights[0].endswith(".index.json"):  # a checkpoint in several files: weight → file
+        shards = json.loads((folder / weights[0]).read_text(encoding="utf-8"))["weight_map"]
+        needed += sorted(set(shards.values()))
     return [name for name in needed if not (folder / name).exists()]
 
 
@@ -119,7 +129,7 @@ def answer_sets(names: Iterable[str]) -> Iterator[Finding]:
     for name in dict.fromkeys(names):
         if name in PUBLISHED:
             hub, config = PUBLISHED[name].hub, PUBLISHED[name].config or "default"
-            load = f"from alar.domains.static.sets import load; load('{name}')"
+            load = f"from alar.domains.static.sets import load_questions; load_questions('{name}')"
             yield hub_set(f"answer dataset {name} ({hub})", hub, config, load)
 
 

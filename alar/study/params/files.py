@@ -99,6 +99,8 @@ def read_document(path: Path) -> Document:
             f"{path}: holds a {type(content).__name__}, but a parameter file maps sections to"
             " their keys and values"
         )
+    if content.get("variants", {}) is None:  # all of them are commented out
+        del content["variants"]
     try:
         return Document.model_validate(content)
     except ValidationError as error:
@@ -123,6 +125,10 @@ def problem_lines(
             problem = f"unknown parameter{hint(section, key)}"
         else:
             problem = f"{detail['input']!r}: {detail['msg'].replace('Input should', 'it should')}"
+            if detail["type"] == "string_type" and isinstance(detail["input"], int | float):
+                problem += "; put it in quotes"
+            if detail["type"] == "string_pattern_mismatch":
+                problem += "; use letters, digits, '.', '_', '-'; begin with one of the first two"
             if detail["type"] == "literal_error":  # one of a few texts was expected
                 choices = re.findall(r"'([^']+)'", detail["ctx"]["expected"])
                 problem += did_you_mean(str(detail["input"]), choices)
