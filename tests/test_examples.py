@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from alar.domains.search.questions import solved_questions
-from alar.model import load_base
+from alar.domains.search.questions import conclusions, solved_questions
+from alar.model import load_base, plain_latent_states
 from alar.records import Origin, Question, Trajectory, TurnRecord
 from alar.rollout.codec import Codec
 from alar.train.config import Supervised
@@ -16,6 +16,7 @@ from alar.train.examples import (
     SimilarBatches,
     aasd_examples,
     collate,
+    thought_labels,
     warmup_examples,
     with_latent_turns,
 )
@@ -65,6 +66,60 @@ def test_loss_falls_on_tags_separators_and_actions_only(codec, trajectories):
         assert (
             example.ids.count(codec.latent_token_id) == 4 * len(t.turns) == 4 * example.num_blocks
         )
+
+
+def test_labelled_thoughts_hold_what_the_steps_of_their_text_conclude(codec, trajectories):
+    for t, example in zip(trajectories, aasd_examples(trajectories, codec, conclusions)):
+        labels = [
+            label for i, label in zip(example.ids, example.labels) if i == codec.latent_token_id
+        ]
+        for number, turn in enumerate(t.turns):
+            concluded = conclusions(
+                codec.form.parse(codec.text(t.ids[turn.start : turn.end])).reasoning
+            )
+            block = labels[4 * number : 4 * number + 4]
+            if number not in t.question.hard_turns:
+                assert not concluded and block == [-100] * 4
+                continue
+            # K = 4 thoughts for more conclusions: the last thought holds the last of them.
+            assert len(concluded) > 4
+            assert codec.tokenizer.decode(block[-1:]) == (
+                concluded[-1]
+                if len(concluded[-1]) == 1
+                else codec.text(codec.untrusted(concluded[-1])[:1])
+            )
+        unlabelled = with_latent_turns(t, codec, [True] * len(t.turns))
+        assert example.ids == unlabelled.ids
+        assert [l for i, l in zip(example.ids, example.labels) if i != codec.latent_token_id] == [
+            l for i, l in zip(unlabelled.ids, unlabelled.labels) if i != codec.latent_token_id
+        ]
+
+
+def test_every_thought_has_a_label_where_something_is_concluded(random_model):
+    codec = Codec.of(*random_model(num_latent=8))
+    assert codec.tokenizer.decode(thought_labels(["=", "<", "<", "<", "9"], codec)) == "=<<<9999"
+    assert codec.tokenizer.decode(thought_labels("0123456789", codec)) == "01245679"
+    assert thought_labels([], codec) == [-100] * 8
+
+
+def test_the_label_of_a_thought_is_read_from_the_state_before_it(random_model, trajectories):
+    model, tokenizer = random_model()
+    codec = Codec.of(model, tokenizer)
+    labelled = next(
+        example
+        for example in aasd_examples(trajectories, codec, conclusions)
+        if any(label not in (-100, i) for i, label in zip(example.ids, example.labels))
+    )
+    # One token after the other, each scored from the state before it.
+    with torch.no_grad():
+        hidden = plain_latent_states(model, torch.tensor(labelled.ids)).hidden
+        costs = [
+            torch.nn.functional.cross_entropy(model.lm_head(hidden[i - 1]), torch.tensor(label))
+            for i, label in enumerate(labelled.labels)
+            if label != -100
+        ]
+        loss = model(**collate([labelled], tokenizer.pad_token_id)).loss
+    torch.testing.assert_close(loss, torch.stack(costs).mean())
 
 
 def test_kept_thoughts_carry_loss_and_observations_never_do(codec, trajectories):
