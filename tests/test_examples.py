@@ -20,6 +20,7 @@ from alar.train.examples import (
     warmup_examples,
     with_latent_turns,
 )
+from alar.train.labels import label_accuracy
 from alar.train.supervised import labelled_loss, mark_trainable, train
 
 OBSERVATION = "\n\n<information>Doc 1(Title: x) text</information>\n\n"
@@ -70,29 +71,17 @@ def test_loss_falls_on_tags_separators_and_actions_only(codec, trajectories):
 
 def test_labelled_thoughts_hold_what_the_steps_of_their_text_conclude(codec, trajectories):
     for t, example in zip(trajectories, aasd_examples(trajectories, codec, conclusions)):
-        labels = [
-            label for i, label in zip(example.ids, example.labels) if i == codec.latent_token_id
-        ]
+        plain = with_latent_turns(t, codec, [True] * len(t.turns))
+        assert example.ids == plain.ids  # a label is never fed
+        places = [place for place, i in enumerate(example.ids) if i == codec.latent_token_id]
         for number, turn in enumerate(t.turns):
-            concluded = conclusions(
-                codec.form.parse(codec.text(t.ids[turn.start : turn.end])).reasoning
-            )
-            block = labels[4 * number : 4 * number + 4]
-            if number not in t.question.hard_turns:
-                assert not concluded and block == [-100] * 4
-                continue
-            # K = 4 thoughts for more conclusions: the last thought holds the last of them.
-            assert len(concluded) > 4
-            assert codec.tokenizer.decode(block[-1:]) == (
-                concluded[-1]
-                if len(concluded[-1]) == 1
-                else codec.text(codec.untrusted(concluded[-1])[:1])
-            )
-        unlabelled = with_latent_turns(t, codec, [True] * len(t.turns))
-        assert example.ids == unlabelled.ids
-        assert [l for i, l in zip(example.ids, example.labels) if i != codec.latent_token_id] == [
-            l for i, l in zip(unlabelled.ids, unlabelled.labels) if i != codec.latent_token_id
-        ]
+            thought = codec.form.parse(codec.text(t.ids[turn.start : turn.end])).reasoning
+            block = places[4 * number : 4 * number + 4]
+            labels = [example.labels[place] for place in block]
+            assert labels == thought_labels(conclusions(thought), codec)
+            assert (-100 not in labels) == (number in t.question.hard_turns)
+        others = set(range(len(plain.ids))) - set(places)
+        assert all(example.labels[place] == plain.labels[place] for place in others)
 
 
 def test_every_thought_has_a_label_where_something_is_concluded(random_model):
@@ -102,13 +91,18 @@ def test_every_thought_has_a_label_where_something_is_concluded(random_model):
     assert thought_labels([], codec) == [-100] * 8
 
 
+def test_a_teacher_that_the_expert_cannot_read_is_an_error(codec, trajectories):
+    with pytest.raises(ValueError, match="aasd.supervision: none"):
+        aasd_examples(trajectories, codec, lambda thought: [])
+
+
 def test_the_label_of_a_thought_is_read_from_the_state_before_it(random_model, trajectories):
     model, tokenizer = random_model()
     codec = Codec.of(model, tokenizer)
     labelled = next(
         example
         for example in aasd_examples(trajectories, codec, conclusions)
-        if any(label not in (-100, i) for i, label in zip(example.ids, example.labels))
+        if any(label not in (-100, token) for token, label in zip(example.ids, example.labels))
     )
     # One token after the other, each scored from the state before it.
     with torch.no_grad():
@@ -120,6 +114,32 @@ def test_the_label_of_a_thought_is_read_from_the_state_before_it(random_model, t
         ]
         loss = model(**collate([labelled], tokenizer.pad_token_id)).loss
     torch.testing.assert_close(loss, torch.stack(costs).mean())
+
+
+def test_label_accuracy_is_the_share_of_first_choices_before_each_thought(
+    random_model, trajectories
+):
+    model, tokenizer = random_model()
+    codec = Codec.of(model, tokenizer)
+    examples = aasd_examples(trajectories[:8], codec, conclusions)
+    found = []  # (k, whether the label is the first choice), one sequence after the other
+    for number, example in enumerate(examples):
+        with torch.no_grad():
+            hidden = plain_latent_states(model, torch.tensor(example.ids)).hidden
+        choices = model.lm_head(hidden).argmax(-1).tolist()
+        places = [place for place, i in enumerate(example.ids) if i == codec.latent_token_id]
+        for n, place in enumerate(places):
+            if example.labels[place] == -100:
+                continue
+            if n % 4 == 1:  # make some labels right, so that the shares are not all zero
+                example.labels[place] = choices[place - 1] if number % 2 else 0
+            found.append((n % 4 + 1, choices[place - 1] == example.labels[place]))
+    table = label_accuracy(model, examples, codec, batch_size=3)
+    for k in range(1, 5):
+        hits = [hit for step, hit in found if step == k]
+        assert table.loc[k, "n"] == len(hits) > 0
+        assert table.loc[k, "label is read"] == pytest.approx(sum(hits) / len(hits))
+    assert 0 < table.loc[2, "label is read"] < 1
 
 
 def test_kept_thoughts_carry_loss_and_observations_never_do(codec, trajectories):

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from alar import protocol
-from alar.domains import arithmetic
+from alar.domains import arithmetic, catalogue
 from alar.domains.tool import bfcl, questions
 from alar.domains.tool.environment import ToolEnvironment, check_turns, toolmind_score, verdict
 from alar.domains.tool.functions import TOOLS, own_name
@@ -400,6 +400,20 @@ def test_chains_of_thought_compute_what_they_say():
         == "13*24: 13*4=52, 13*20=260, 260+52: ones 0+2=2, tens 6+5=11, hundreds 2+0+1=3, so 312"
     )
     assert arithmetic.times_text(3, 7) == "3*7, so 21"
+
+
+def test_the_conclusions_of_a_chain_of_thought_end_in_its_result():
+    conclusions = catalogue.of("tool").conclusions
+    for solved in questions.solved_questions("train", 200, 0):
+        for number, step in enumerate(solved.steps):
+            found = "".join(conclusions(step.thought))
+            assert bool(found) == (number in solved.question.hard_turns)
+            if found:
+                result = re.search(r", so ([\d-]+)", step.thought)[1]
+                assert found.endswith(re.sub(r"^\d{4}-|-", "", result))
+    assert conclusions(f"{arithmetic.times_text(13, 24)}.") == [*"52260", *"2-1+3", *"312"]
+    later = arithmetic.later_text(date(2024, 2, 25), 7)  # 25 + 7 = 32, 32 - 29 = 3
+    assert conclusions(f"{later}.") == [*"32", "3", *"0303"]
 
 
 def test_trajectories_are_short(rolled):

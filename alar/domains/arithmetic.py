@@ -68,11 +68,13 @@ def later_text(start: date, days: int) -> str:
 
 # A column of a sum or difference with its value; any other value; the result at the end.
 _STEP = re.compile(
-    rf"(?:{'|'.join(COLUMNS)}) (?P<terms>[^=]+)=(?P<column>\d+)|=(?P<value>\d+)|so (?P<result>[\d-]+)"
+    rf"(?:{'|'.join(COLUMNS)}) (?P<terms>[^=]+)=(?P<column>\d+)"
+    r"|=(?P<value>\d+)"
+    r"|so (?P<result>[\d-]+)"
 )
 
 
-def conclusions(working: str) -> list[str]:
+def working_conclusions(working: str) -> list[str]:
     """What the steps of a working conclude, one symbol each; [] for a text without a working.
 
     A column gives its digit and whether it hands something on to the next one (+) or not (-), any

@@ -114,7 +114,7 @@ class ToolDomain:
     name, form, types = "tool", TOOL, tool_questions.CATEGORIES
     validation_questions = staticmethod(tool_questions.validation_questions)
     test_questions = staticmethod(tool_questions.test_questions)
-    conclusions = staticmethod(arithmetic.conclusions)
+    conclusions = staticmethod(arithmetic.working_conclusions)
 
     def environment(self, asked=(), *, judge: str = "official", **_) -> Environment:
         """Calls are executed if all of `asked` are about the embedded functions.

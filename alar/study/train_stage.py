@@ -70,13 +70,16 @@ def parameters_of_study(stage: str, file: str) -> dict[str, Any]:
 
 def examples_of(stage: str, values: dict[str, Any], traces: Path, codec: Codec) -> list[Example]:
     trajectories = read_trajectories(traces)
+    supervision = values["supervision" if stage == "03_aasd" else "aasd_supervision"]
+    conclusions = None
+    if supervision == "labels":
+        conclusions = catalogue.of(values["domain"]).conclusions
     if stage == "03_aasd":  # every chain of thought becomes a latent block
-        examples = aasd_examples(trajectories, codec)
+        examples = aasd_examples(trajectories, codec, conclusions)
     else:
         # Each turn draws between a latent block and the teacher's text.
-        examples = warmup_examples(
-            trajectories, codec, values["latent_probability"], values["seed"]
-        )
+        probability, seed = values["latent_probability"], values["seed"]
+        examples = warmup_examples(trajectories, codec, probability, seed, conclusions)
     return at_most(examples, values["max_examples"], values["seed"])
 
 

@@ -26,8 +26,8 @@ Conclusions = Callable[[str], Sequence[str]]
 
 @dataclass(frozen=True)
 class Example:
-    """One row to train on. `labels[i]` is `ids[i]`, NO_LOSS, or at a latent position the label of its
-    thought; the model shifts them by one."""
+    """One row to train on. `labels[i]` is `ids[i]` or NO_LOSS; at a latent position it may also be
+    the label of the thought. The model shifts them by one."""
 
     ids: list[int]
     labels: list[int]
@@ -100,11 +100,26 @@ def with_latent_turns(
 def aasd_examples(
     trajectories: Sequence[Trajectory], codec: Codec, conclusions: Conclusions | None = None
 ) -> list[Example]:
-    """Examples with every turn latent. ValueError if no trajectory is successful."""
-    return [
+    """Examples with every turn latent.
+
+    ValueError if no trajectory is successful, or if `conclusions` finds nothing in any of them.
+    """
+    examples = [
         with_latent_turns(trajectory, codec, [True] * len(trajectory.turns), conclusions)
         for trajectory in successful(trajectories)
     ]
+    if conclusions and codec.num_latent and not any(_labelled_thoughts(e, codec) for e in examples):
+        raise ValueError(
+            "supervision by labels: none of the chains of thought concludes anything that the"
+            " domain's expert can read; labels need a teacher that writes as the expert does, so"
+            " set aasd.supervision: none"
+        )
+    return examples
+
+
+def _labelled_thoughts(example: Example, codec: Codec) -> int:
+    pairs = zip(example.ids, example.labels)
+    return sum(codec.is_latent(token) and label != NO_LOSS for token, label in pairs)
 
 
 def warmup_examples(

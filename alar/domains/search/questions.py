@@ -22,7 +22,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from alar.domains.arithmetic import add_text, conclusions as of_working, subtract_text
+from alar.domains.arithmetic import add_text, subtract_text, working_conclusions
 from alar.domains.search.world import REAL, Territory, World, world
 from alar.records import Question, Solved, Step
 
@@ -110,7 +110,7 @@ def conclusions(thought: str) -> list[str]:
     """
     comparison = _COMPARISON.search(thought)
     if comparison is None:
-        return of_working(thought)
+        return working_conclusions(thought)
     signs = re.findall("[<=>]", comparison["places"])
     signs += signs[-1:] * (YEAR_PLACES - len(signs))
     return [*signs, *comparison["year"], comparison["name"]]
