@@ -315,7 +315,7 @@ def refuse_wrong(config) -> None:
         f"actor.strategy {actor.strategy}: the latent engine is FSDP2's; set it to fsdp2": (
             actor.strategy != "fsdp2"
         ),
-        "model.use_fused_kernels computes log-probs over the latent id as well; set it to False": (
+        "model.use_fused_kernels replaces the latent model's forward; set it to False": (
             model.get("use_fused_kernels", False)
         ),
         "model.use_remove_padding must be True: the engine packs sequences and numbers them": (
