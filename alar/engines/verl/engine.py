@@ -61,8 +61,8 @@ class LatentFSDPEngine(FSDPEngineWithLMHead):
             or model_config.use_fused_kernels
         ):
             raise ValueError(
-                "latent models need use_remove_padding, without pad_to_length and without verl's fused"
-                " kernels"
+                "latent models need use_remove_padding, without pad_to_length and without verl's"
+                " fused kernels"
             )
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
