@@ -57,6 +57,7 @@ def test_gradients_and_one_sgd_step_equal_the_single_process_trainer(results, ca
     assert found["same_weights_train"]
     assert found["projector_trains"] == case.endswith("recomputed")
     assert found["gradient"] <= 1e-5
+    assert set(found["weight_decay"]) == {0.1}
     assert found["update"] <= 1e-5
     assert found["weights"] <= 1e-6
 

@@ -28,6 +28,7 @@ def rl_config(trainable: str, latents: str):
         learning_rate=0.5,
         schedule="linear",
         warmup_ratio=0.0,
+        weight_decay=0.1,
         length_tolerance=100.0,
         kl_coefficient=0.3,
         mode_weight=3.0,
@@ -76,7 +77,10 @@ def single_process(model_folder: str, folder: Path, config):
         for p in trained.values():
             p += 0.01 * torch.randn(p.shape, generator=generator)
     before = {name: p.detach().clone() for name, p in trained.items()}
-    trainer.optimizer = torch.optim.SGD(trained.values(), lr=config.learning_rate)
+    decay = trainer.optimizer.defaults["weight_decay"]
+    trainer.optimizer = torch.optim.SGD(
+        trained.values(), lr=config.learning_rate, weight_decay=decay
+    )
     trainer.done = STEP - 1
     trajectories, groups = trainer.rollouts(STEP)
     rewards = [
@@ -260,6 +264,11 @@ def compare(model_folder: str, folder: Path, trainable: str, latents: str) -> di
         "exported": distance(zip(exported.parameters(), whole.parameters(), strict=True)),
         "single": details,
         "verl": {key: float(torch.as_tensor(_number(value))) for key, value in metrics.items()},
+        "weight_decay": [
+            group["weight_decay"]
+            for optimizer in (trainer.optimizer, engine.optimizer)
+            for group in optimizer.param_groups
+        ],
         "projector_trains": any("projector" in name for name in trained),
     }
 

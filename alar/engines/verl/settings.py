@@ -226,7 +226,7 @@ def hydra_values(job: Job) -> dict[str, Any]:
         f"{actor}.kl_loss_coef": rl.kl_coefficient,
         f"{actor}.kl_loss_type": "low_var_kl",  # the low-variance estimator of AR-GRPO
         f"{actor}.optim.lr": rl.learning_rate,
-        f"{actor}.optim.weight_decay": 0.0,
+        f"{actor}.optim.weight_decay": rl.weight_decay,
         f"{actor}.optim.clip_grad": 1.0,
         f"{actor}.fsdp_config.model_dtype": "fp32",
         f"{actor}.fsdp_config.use_torch_compile": False,
