@@ -78,7 +78,8 @@ PAIRS = {
     "full-cached": dict(trainable="full", latents="cached"),
     "lora-recomputed": dict(trainable="lora", latents="recomputed", train_projector=True),
 }
-BY_DEFAULT = [("full-recomputed", "whole"), ("lora-cached", "killed")]
+# Full ones: the adapters of LoRA start at random, and the two trainers draw other ones.
+BY_DEFAULT = [("full-recomputed", "whole"), ("full-cached", "killed")]
 OTHERS = [(name, "whole") for name in PAIRS if (name, "whole") not in BY_DEFAULT]
 CASES = BY_DEFAULT + [pytest.param(*case, marks=pytest.mark.full) for case in OTHERS]
 BEHAVIOUR = (
@@ -234,7 +235,7 @@ def test_both_trainers_have_the_same_rollouts_and_make_the_same_updates(
             {key: value.detach().clone() for key, value in trainer.model.named_parameters()}
         )
 
-    exported = trainer.fit(log=keep)
+    trainer.fit(log=keep)
     assert set(expected[0]) - {"loss"} <= set(rows[0])
     for one, other in zip(rows, expected, strict=True):
         assert {key: one[key] for key in BEHAVIOUR} == pytest.approx(
@@ -247,11 +248,6 @@ def test_both_trainers_have_the_same_rollouts_and_make_the_same_updates(
         {k: expected[1][k] for k in checked}
     )
     start = weights(base)
-    if job.rl.trainable == "lora":  # adapters have no names in a checkpoint, only what they add
-        ours = dict(exported.named_parameters())
-        everywhere = {key: torch.ones_like(value, dtype=torch.bool) for key, value in ours.items()}
-        assert apart(ours, weights(job.checkpoint), start, everywhere) <= 0.02
-        return
     everywhere = {key: torch.ones_like(value, dtype=torch.bool) for key, value in after[0].items()}
     assert (
         apart(after[0], actor_weights(job.state / "global_step_1"), start, everywhere) <= 0.005
@@ -300,7 +296,7 @@ def apart(ours, theirs, start, where):
 @needs_verl
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", ["full-recomputed", "lora-cached"])
+@pytest.mark.parametrize("name", ["full-recomputed", "full-cached", "lora-cached"])
 def test_a_killed_job_ends_with_the_numbers_of_an_uninterrupted_one(finished, name):
     through, expected = finished(name, "whole")
     job, rows = finished(name, "killed")
