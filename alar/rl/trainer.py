@@ -136,7 +136,9 @@ class ARGRPO:
         contradicts itself and for fewer questions than a step needs.
         """
         config.refuse_inconsistencies()
-        strategy.sampler.prompts(questions, 1)  # raises here rather than in the first step
+        # These raise here rather than in the first step.
+        strategy.sampler.prompts(questions, 1)
+        strategy.reward.require(questions)
         self.config, self.strategy, self.tokenizer = config, strategy, tokenizer
         self.environment = strategy.reward.environment(environment)
         self.questions, self.validation = list(questions), list(validation)
@@ -154,7 +156,9 @@ class ARGRPO:
             train_projector=config.train_projector,
         )
         weights = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(
+            weights, lr=config.learning_rate, weight_decay=config.weight_decay
+        )
         self.engine = self.make_engine(_base(self.model))
         unheeded = type(self).constrained is ARGRPO.constrained
         if self.engine.constraint is not None and unheeded:
@@ -349,7 +353,7 @@ class ARGRPO:
                 row |= self.validate()
                 if row["validation_reward"] > self.best:
                     self.best = row["validation_reward"]
-                    if self.strategy.reward.selects:
+                    if self.strategy.reward.selects and config.returned_weights == "best":
                         # On the CPU: on a GPU they would lie there until the training ends.
                         self.best_weights = {n: w.cpu() for n, w in self._trained().items()}
             self.rows.append(row)
