@@ -22,7 +22,8 @@ def opened_engine(folder: str | Path, kind: str = "hf", **arguments) -> Iterator
     EngineRefused if vLLM is missing.
     """
     if kind == "hf":
-        yield HFEngine(*load(folder))
+        with HFEngine(*load(folder)) as engine:
+            yield engine
     elif kind == "vllm":
         from alar.engines.vllm import VLLMEngine  # here, because it needs vLLM
 
