@@ -15,6 +15,7 @@ trajectory that is writing, many of each that is being prefilled. Only attention
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -40,6 +41,13 @@ def cache_budget(device: torch.device) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(CUDA_SHARE * (free + kept))
+
+
+def give_memory_back() -> None:
+    """Let other programs and engines have the GPU memory of what has been dropped: objects that
+    know each other live until they are collected, and PyTorch keeps freed memory for itself."""
+    gc.collect()
+    torch.cuda.empty_cache()  # nothing without a GPU
 
 
 def _capacity(length: int) -> int:

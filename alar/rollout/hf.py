@@ -16,7 +16,6 @@ again later. That changes no result beyond rounding.
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from alar.model.attention import attention_of
 from alar.records import Origin
-from alar.rollout.cache import SLOT_ATTENTION, Slot, SlotCache, StepLayout
+from alar.rollout.cache import SLOT_ATTENTION, Slot, SlotCache, StepLayout, give_memory_back
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Engine, Sampling, TurnOutput, TurnRequest, TurnWriter
 from alar.rollout.sampling import inverse_cdf
@@ -153,8 +152,7 @@ class HFEngine(Engine):
         the model. The engine then has its codec, and writes no more."""
         self.reset()
         self.model = self.constraint = None
-        gc.collect()  # slots and shelves know each other
-        torch.cuda.empty_cache()  # nothing without a GPU
+        give_memory_back()
 
     def submit(self, requests: Sequence[TurnRequest], sampling: Sampling) -> None:
         limit, reserved = self.model.config.max_position_embeddings, self.codec.latent_token_id
