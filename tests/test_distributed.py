@@ -205,6 +205,24 @@ def test_training_equals_one_process_with_batches_twice_as_large(ranks, trainabl
             ), name
 
 
+def test_a_process_leaves_while_a_thread_is_alive_and_loses_no_output():
+    script = """
+import threading, time
+from alar.train.distributed import leave
+threading.Thread(target=time.sleep, args=(600,)).start()  # the interpreter would wait for it
+print("written", flush=False)
+leave(3)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": str(repository())},
+    )
+    assert (done.returncode, done.stdout) == (3, "written\n")
+
+
 def test_processes_share_every_batch_and_make_the_same_number_of_steps():
     examples = [Example([0] * (10 + n % 50), [1], n % 4) for n in range(333)]
     whole = list(SimilarBatches(examples, 16, seed=0))
