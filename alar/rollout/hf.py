@@ -155,6 +155,8 @@ class HFEngine(Engine):
         give_memory_back()
 
     def submit(self, requests: Sequence[TurnRequest], sampling: Sampling) -> None:
+        if self.model is None:
+            raise ValueError("this engine is closed: open another one")
         limit, reserved = self.model.config.max_position_embeddings, self.codec.latent_token_id
         taken = {turn.request.session for turn in self.waiting} | set(self.open)
         for request in requests:
