@@ -1,8 +1,10 @@
 """What tests/test_distributed.py starts with torchrun: tests/loading_ranks.py FOLDER
 
-FOLDER/model is a latent checkpoint. All processes load it as `alar.study.train_stage` does, shard
-it, and bring it back to the first one. Rank r writes FOLDER/loading-r.json: by how many bytes the
-process grew at most, while it loaded and while it collected.
+FOLDER/model and FOLDER/small are latent checkpoints. All processes load the first as
+`alar.study.train_stage` does, shard it, and bring it back to the first process. Rank r writes
+FOLDER/loading-r.json: by how many bytes the process grew at most, while it loaded and while it
+collected. The small one goes the same way before that, so that libraries and their tables are there
+already.
 """
 
 import json
@@ -33,16 +35,23 @@ def peak_from_now() -> int:
     return resident("VmRSS")
 
 
+def loaded(folder: Path):
+    """The sharded model and the outline that it came from."""
+    whole, _, weights = outline(folder)
+    wrapped = mark_trainable(whole.train(), "lora", lora_rank=4, lora_alpha=8)
+    sharded = sharded_copy(wrapped, "cpu", weights=weights)
+    dist.barrier()
+    return sharded, wrapped
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     dist.all_reduce(torch.zeros(1))  # the connections are made now
     rank = dist.get_rank()
+    collect(*loaded(folder / "small"))
     begin = peak_from_now()
-    whole, _, weights = outline(folder / "model")
-    wrapped = mark_trainable(whole.train(), "lora", lora_rank=4, lora_alpha=8)
-    sharded = sharded_copy(wrapped, "cpu", weights=weights)
-    dist.barrier()
+    sharded, wrapped = loaded(folder / "model")
     found = {"loading": resident("VmHWM") - begin}
     held = peak_from_now()
     collect(sharded, wrapped)

@@ -80,8 +80,9 @@ def ranks(random_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def wide_model(tokenizer, tmp_path_factory):
-    """Folder of a latent model of 60 M parameters (240 MB), where no single one is large."""
+def wide_model(random_model, tokenizer, tmp_path_factory):
+    """Folder of a latent model of 60 M parameters (240 MB), where no single one is large, and of a
+    small one."""
     base = tmp_path_factory.mktemp("base")
     config = Qwen2Config(
         vocab_size=len(tokenizer) + 16,
@@ -96,6 +97,7 @@ def wide_model(tokenizer, tmp_path_factory):
     tokenizer.save_pretrained(base)
     folder = tmp_path_factory.mktemp("wide")
     save(*from_base(base), folder / "model")
+    save(*random_model(), folder / "small")
     return folder
 
 

@@ -93,8 +93,8 @@ def _own_part(
     if weights is not None and original in weights.names:
         rows = weights.rows(original, begin, end)
     else:
-        rows = original.detach()[begin:end]
-    local = rows.to(device, parameter.dtype, copy=True)
+        rows = original.detach()[begin:end].clone()
+    local = rows.to(device, parameter.dtype)
     whole = {"shape": parameter.shape, "stride": parameter.stride()}
     shared = DTensor.from_local(local, parameter.device_mesh, parameter.placements, **whole)
     return torch.nn.Parameter(shared, parameter.requires_grad)
