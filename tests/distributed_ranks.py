@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from alar.model import load, save, scoring
 from alar.train.config import Supervised
-from alar.train.distributed import shard
+from alar.train.distributed import leave, shard
 from alar.train.examples import Example, collate
 from alar.train.supervised import mark_trainable, train
 
@@ -166,6 +166,7 @@ def main(folder: Path) -> None:
         results[f"train {trainable}"] = trained(model, rank, trainable, folder, tokenizer)
     (folder / f"rank-{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
+    leave(0)
 
 
 if __name__ == "__main__":

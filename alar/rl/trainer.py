@@ -225,17 +225,19 @@ class ARGRPO:
         modes: str | ModePlan,
         seed: int = 0,
     ) -> list[Trajectory]:
-        engine.reset()  # its caches belong to the weights before the last update
-        return run(
-            questions,
-            engine,
-            self.environment,
-            Sampling(self.max_new_tokens, temperature, stop=self.environment.stop),
-            modes=modes,
-            max_turns=self.max_turns,
-            batch_size=self.batch_size,
-            seed=seed,
-        )
+        try:
+            return run(
+                questions,
+                engine,
+                self.environment,
+                Sampling(self.max_new_tokens, temperature, stop=self.environment.stop),
+                modes=modes,
+                max_turns=self.max_turns,
+                batch_size=self.batch_size,
+                seed=seed,
+            )
+        finally:
+            engine.reset()  # its keys belong to these weights, and the update needs the memory
 
     def step(self) -> dict:
         """One update; returns its metrics."""

@@ -12,7 +12,6 @@ the checkpoint and loss.jsonl; the notebooks evaluate and draw the figures.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -25,13 +24,14 @@ import yaml
 
 from alar.domains import catalogue
 from alar.model import load, save
+from alar.model.outline import outline
 from alar.records import read_trajectories
 from alar.rollout.codec import Codec
 from alar.study import params
 from alar.study.params.notebooks import declared_parameters
 from alar.study.stage import in_repository, open_stage, repository
 from alar.train.config import Aasd, Supervised, Warmup
-from alar.train.distributed import num_processes, rank
+from alar.train.distributed import leave, num_processes, rank
 from alar.train.examples import Example, aasd_examples, at_most, warmup_examples
 from alar.train.supervised import train
 
@@ -119,9 +119,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stage.input(*INITIAL[name])
         stage.input("02_teacher_traces", "traces.jsonl")
     run_dir = in_repository(values["run_dir"])  # every process reads the inputs itself
-    model, tokenizer = load(
-        run_dir.joinpath(*INITIAL[name]), num_latent=values.get("model_num_latent"), device="cpu"
-    )
+    folder, num_latent = run_dir.joinpath(*INITIAL[name]), values.get("model_num_latent")
+    if num_processes() > 1:  # each then reads the part of the weights that it trains
+        model, tokenizer, weights = outline(folder, num_latent=num_latent)
+    else:
+        model, tokenizer = load(folder, num_latent=num_latent, device="cpu")
+        weights = None
     codec = Codec.of(model, tokenizer, catalogue.of(values["domain"]).form)
     traces = run_dir / "02_teacher_traces" / "traces.jsonl"
     examples = examples_of(name, values, traces, codec)
@@ -135,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config,
         seed=values["seed"],
         compute_dtype=dtype,
+        weights=weights,
     )
     if first:
         steps = config.optimiser_steps(len(examples), num_processes())  # the length of the bar
@@ -152,9 +156,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     if num_processes() > 1:
-        # All is written and every process has arrived. A thread of the process group may still be
-        # alive, and the interpreter's own way out would then abort, which torchrun calls a failure.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        leave(code)  # all is written, and every process has arrived
     sys.exit(code)

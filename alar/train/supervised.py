@@ -17,8 +17,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from alar.model.outline import StoredWeights
 from alar.train.config import Supervised
-from alar.train.distributed import collect, num_processes, sharded_copy
+from alar.train.distributed import collect, num_processes, rank, sharded_copy
 from alar.train.examples import NO_LOSS, Example, SimilarBatches, collate
 
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # the published targets: attention only
@@ -158,13 +159,15 @@ def train(
     seed: int = 0,
     log: Callable[[dict], None] = print,
     compute_dtype: torch.dtype | None = None,
+    weights: StoredWeights | None = None,
 ):
     """Train a model, latent or not, on `examples`; returns it, merged and in eval mode.
 
     ValueError for an example that is longer than the model's positions, because a cut could fall
     inside a latent block. ValueError also for an example without a token to learn. Under torchrun
-    every process calls this: they train one model, each gets all of it, and the first one logs.
-    `compute_dtype` is then what the trunk computes in (None: as stored).
+    every process calls this: they train one model, the first one logs and gets it, the others get
+    None. `compute_dtype` is then what the trunk computes in (None: as stored). `weights` are those
+    of a model that is an outline.
     """
     _check(examples, model.config.max_position_embeddings)
     torch.manual_seed(seed)  # for adapters and dropout
@@ -178,7 +181,7 @@ def train(
         arguments = _arguments(scratch, config, steps, processes, seed)
         trained = whole
         if processes > 1:
-            trained = sharded_copy(whole, arguments.device, compute_dtype)
+            trained = sharded_copy(whole, arguments.device, compute_dtype, weights)
         trainer = SupervisedTrainer(
             trained,
             arguments,
@@ -191,6 +194,8 @@ def train(
         trainer.train()
     if trained is not whole:  # sharded: the copy holds the trained weights
         collect(trained, whole)
+        if rank() > 0:
+            return None
     return merged(whole).requires_grad_(True).eval()
 
 
