@@ -222,7 +222,7 @@ def ablated() -> pd.DataFrame:
 DRAWINGS = {
     "ablations_figure": lambda: figures.ablations_figure(ablated()),
     "accuracy_against_tokens": lambda: figures.accuracy_against_tokens(summary()),
-    "stages": lambda: figures.stages(summary()),
+    "stages": lambda: figures.stages(summary(), domain="search"),
     "question_types": lambda: figures.question_types(summary()),
     "controls_figure": lambda: figures.controls_figure(
         summary(("intact", "zeroed", "text"), base="intact")

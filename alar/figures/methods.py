@@ -131,7 +131,7 @@ def ratios(
     room for ours and stand in tables only.
     """
     table = tables.read(table, tables.RATIOS)
-    figure = new_figure(PAGE, 2.4)
+    figure = new_figure(PAGE, 2.6)
     left, right = figure.subplots(1, 2)
     lines = table.groupby(["model", "scorer"], sort=False)
     colours = (BLUE, VERMILLION, GREEN, PURPLE, BLACK) * 2  # up to ten lines
