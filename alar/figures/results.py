@@ -106,7 +106,8 @@ def accuracy_against_tokens(
     figure.supylabel("Accuracy − base (points)", fontsize=7)
     figure.legend(handles=_point_legend(points), loc="outside right upper", labelspacing=0.45)
     counted = number_of_questions(measured)
-    footnote(figure, f"hollow: published · filled: {scale}, {counted}, {_BARS}")
+    theirs = "hollow: published, second-hand; 3B ShorterBetter and O1-Pruner digitised"
+    footnote(figure, f"{theirs}; tools by the released check\nfilled: {scale}, {counted}, {_BARS}")
     return figure, points
 
 
