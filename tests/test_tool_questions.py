@@ -451,6 +451,7 @@ def test_a_bfcl_evaluation_goes_on_where_it_was_interrupted(codec, tmp_path):
     table = evaluate_bfcl(spoilt, tmp_path, **settings)
     assert list(table["correct"]) == [True, True, True, False, True] and table["reason"][3]
     assert accuracy_table(table).set_index("category").loc["macro", "accuracy"] == 0.8
+    assert list(table["published_protocol"]) == [True, True, True, False, True]
     again = evaluate_bfcl(engine([]), tmp_path, **settings)
     assert list(again["correct"]) == list(table["correct"])
     narrow = evaluate_bfcl(engine([]), tmp_path / "narrow", **settings, context=100)
@@ -491,6 +492,8 @@ def test_the_command_evaluates_a_checkpoint_on_bfcl_and_goes_on(tmp_path, capsys
         questions.groupby("category")["correct"].mean().mean()
     )
     assert all(name in printed for name in table.index)
+    # The released check knows no irrelevance, so it has no mean of these two.
+    assert list(table["published_protocol"].isna()) == [False, True, True]
     written = {path: path.stat().st_mtime_ns for path in results.glob("*.jsonl")}
     assert len(written) == 2 and bfcl_command([str(model), str(results), *wanted]) == 0
     assert written == {path: path.stat().st_mtime_ns for path in results.glob("*.jsonl")}
