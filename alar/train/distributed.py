@@ -50,9 +50,15 @@ def shard(model, device: torch.device | str, compute_dtype: torch.dtype | None =
     return model
 
 
-def sharded_copy(model, device: torch.device | str, compute_dtype: torch.dtype | None = None):
-    """A sharded copy to train; `collect` brings its weights back to the original on the CPU."""
-    copied = shard(copy.deepcopy(model), device, compute_dtype)
+def sharded_copy(model, device: torch.device | str):
+    """A sharded copy to train; `collect` brings its weights back to the original on the CPU.
+
+    It computes in the dtype of the model's trunk. Its shards are float32: they are the master
+    weights (`alar.train.masters`), and a unit of FSDP must have one dtype, LoRA's adapters among
+    its weights.
+    """
+    compute_dtype = model.get_input_embeddings().weight.dtype
+    copied = shard(copy.deepcopy(model).float(), device, compute_dtype)
     copied._is_accelerate_prepared = True  # accelerate would wrap it once more, in DDP
     return copied
 
