@@ -1,5 +1,5 @@
-"""`model.dtype`: every engine computes in the dtype that a checkpoint is stored in, and what has to be
-float32 is float32.
+"""`model.dtype`: every engine computes in the dtype of the checkpoint. The projector, log-probs and
+what an optimiser steps on are float32.
 
 A bfloat16 number has 8 significant bits: one rounding changes it by at most u = 1/512 of itself.
 """
