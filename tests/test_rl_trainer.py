@@ -61,8 +61,8 @@ class Given(Reward):
         return [self.values[n % len(self.values)] for n in range(len(summaries))]
 
 
-def make(random_model, folder, *, reward=None, **changes) -> ARGRPO:
-    model, tokenizer = random_model()
+def make(random_model, folder, *, reward=None, dtype="float32", **changes) -> ARGRPO:
+    model, tokenizer = random_model(dtype=dtype)
     config = changed(**changes)
     strategy = ar_grpo(config)
     if reward is not None:

@@ -471,9 +471,9 @@ def test_jobs_that_cannot_be_are_refused(changes, message):
         (BUCKET, 0.5, "is 0.5: .* a whole number of at least 1"),
     ],
 )
-def test_what_verl_would_compute_wrongly_is_refused_with_the_remedy(key, value, remedy):
+def test_what_verl_would_compute_wrongly_is_refused_with_the_remedy(base, key, value, remedy):
     omegaconf = pytest.importorskip("omegaconf")
-    job = Job(model="", folder="x", prompts="", validation="", rl=RL, strategy=OURS)
+    job = Job(model=str(base), folder="x", prompts="", validation="", rl=RL, strategy=OURS)
     config = omegaconf.OmegaConf.create()
     for name, given in (hydra_values(job) | {key: value}).items():
         omegaconf.OmegaConf.update(config, name, given, force_add=True)

@@ -90,6 +90,21 @@ def test_verl_s_checkpoint_resumes_exactly_and_ours_holds_the_whole_policy(resul
 
 
 @pytest.mark.timeout(1300)
+def test_a_bfloat16_checkpoint_trains_over_float32_shards_and_a_float32_projector(results):
+    found = results["half"]
+    assert found["layer"] == ["torch.bfloat16", "torch.bfloat16"]
+    assert found["projector"] == ["torch.float32", "torch.float32"]
+    assert found["shards"] == ["torch.float32"] and found["log_probs"] == "torch.float32"
+    print(found["ratio_errors"])
+    # Logits of this trained base reach 32, where bfloat16 knows every eighth: the two sides of a
+    # ratio are rounded apart by up to a quarter, on average by far less.
+    errors = found["ratio_errors"]
+    assert max(errors) <= 0.5 and sum(errors) / len(errors) <= 0.05
+    for name, dtype in found["exported"].items():
+        assert dtype == ("torch.float32" if ".projector." in name else "torch.bfloat16"), name
+
+
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_is_exported_without_a_second_model_on_the_gpu(results, case):
     assert not results[case]["exported_on_the_usual_device"]

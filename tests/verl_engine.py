@@ -273,6 +273,50 @@ def compare(model_folder: str, folder: Path, trainable: str, latents: str) -> di
     }
 
 
+def half(model_folder: str, folder: Path) -> dict:
+    """A checkpoint in bfloat16: dtypes while verl's engine computes, ratios to the rollouts of the
+    in-process engine, and what is exported."""
+    import torch
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import response_from_nested
+
+    from alar.model import load, save
+
+    stored = save(*load(model_folder, dtype="bfloat16"), folder / "model")
+    config = rl_config("lora", "recomputed")
+    trainer, trajectories, advantages, before, _ = single_process(str(stored), folder, config)
+    worker = verl_worker(str(stored), folder, config)
+    module, seen = worker.actor.engine.module, {}
+    theirs = {plain(name): p for name, p in module.named_parameters()}
+    with torch.no_grad():
+        for name, weight in before.items():
+            theirs[name].to_local().copy_(weight)
+    trunk = module.get_base_model().model
+    layer, projector = trunk.layers[0].mlp, trunk.projector
+    layer.register_forward_hook(
+        lambda _, inputs, output: seen.update(
+            layer=[str(layer.up_proj.weight.dtype), str(output.dtype)]
+        )
+    )
+    projector.up.register_forward_hook(
+        lambda up, inputs, output: seen.update(projector=[str(up.weight.dtype), str(output.dtype)])
+    )
+    batch = verl_batch(trajectories, advantages, trainer.engine.codec, config)
+    td = batch.clone()
+    tu.assign_non_tensor(td, temperature=1.0, calculate_entropy=False, compute_loss=False)
+    found = response_from_nested(worker.actor.infer_batch(td)["log_probs"], batch["response_mask"])
+    mask = batch["response_mask"].values().bool()
+    ratios = (found.values() - batch["old_log_probs"].values())[mask].exp()
+    worker.export_checkpoint(str(folder / "checkpoint"))
+    exported = load(folder / "checkpoint")[0]
+    return seen | {
+        "shards": sorted({str(p.dtype) for p in module.parameters()}),
+        "log_probs": str(found.dtype),
+        "ratio_errors": (ratios - 1).abs().tolist(),
+        "exported": {name: str(p.dtype) for name, p in exported.named_parameters()},
+    }
+
+
 def _number(value):
     value = value.aggregate() if hasattr(value, "aggregate") else value
     return sum(value) / len(value) if isinstance(value, list) else value
@@ -306,6 +350,7 @@ def main(model_folder: str, out: str) -> None:
         )
         for trainable, latents in CASES
     }
+    results["half"] = half(model_folder, Path(out) / "half")
     (Path(out) / "result.json").write_text(json.dumps(results, indent=1))
     torch.distributed.destroy_process_group()
 

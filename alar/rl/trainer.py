@@ -28,6 +28,7 @@ from alar.rollout.engine import Sampling
 from alar.rollout.hf import HFEngine, policy_logits
 from alar.rollout.loop import ModePlan, run
 from alar.rollout.modes import latent_probabilities
+from alar.train.masters import keep_masters
 from alar.train.resume import load_state, save_state
 from alar.train.supervised import mark_trainable, merged
 
@@ -156,8 +157,8 @@ class ARGRPO:
             train_projector=config.train_projector,
         )
         weights = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            weights, lr=config.learning_rate, weight_decay=config.weight_decay
+        self.optimizer = keep_masters(
+            torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=config.weight_decay)
         )
         self.engine = self.make_engine(_base(self.model))
         unheeded = type(self).constrained is ARGRPO.constrained
@@ -300,7 +301,7 @@ class ARGRPO:
         # Tokens that carry loss, over all parts.
         total = sum(sum(self.carries_loss(t)) for t in trajectories)
         sums = {"loss": 0.0, "kl": 0.0, "clip_fraction": 0.0, "ratio_error": 0.0}
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         for part in parts:
             batch = self.batch([trajectories[i] for i in part], [advantages[i] for i in part])
             batch = batch.to(self.engine.device)
@@ -372,6 +373,12 @@ class ARGRPO:
             name: p.detach().clone() for name, p in self.model.named_parameters() if p.requires_grad
         }
 
+    def _stepped(self) -> dict[str, Tensor]:
+        """Name → what the optimiser steps on: the trained weight, or its float32 master."""
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        (group,) = self.optimizer.param_groups
+        return dict(zip(names, group["params"], strict=True))
+
     def _settings(self) -> dict:
         """All that the numbers depend on. The strategy's `credit` replaces the config's."""
         limits = {
@@ -387,7 +394,7 @@ class ARGRPO:
             "best": self.best,
             "best_weights": self.best_weights,
             "rows": self.rows,
-            "weights": self._trained(),
+            "weights": {name: p.detach() for name, p in self._stepped().items()},
             "optimizer": self.optimizer.state_dict(),
         }
         save_state(self.folder, self._settings(), state)
@@ -400,6 +407,9 @@ class ARGRPO:
         self.done, self.best, self.rows = state["done"], state["best"], state["rows"]
         self.best_weights = state["best_weights"]
         self.model.load_state_dict(state["weights"], strict=False)
+        with torch.no_grad():
+            for name, weight in self._stepped().items():  # the masters, unrounded
+                weight.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         for row in self.rows:
             log(row)

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import yaml
 
@@ -93,17 +92,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     given.add_argument(
         "--params", metavar="FILE", help="parameter file, as for run_all.py --params"
     )
-    parser.add_argument(
-        "--bfloat16",
-        action="store_true",
-        help="the trunk computes in bfloat16 (more than one process)",
-    )
-    options = parser.parse_args(arguments)
-    if options.bfloat16 and num_processes() == 1:
-        parser.error(
-            "--bfloat16 is for several processes: start them with torchrun --nproc-per-node"
-        )
-    return options
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,16 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     traces = run_dir / "02_teacher_traces" / "traces.jsonl"
     examples = examples_of(name, values, traces, codec)
     config = CONFIGS[name].of(values)  # checked types and ranges
-    dtype = torch.bfloat16 if options.bfloat16 else None  # None: the weights' own
     fit = partial(
-        train,
-        model,
-        examples,
-        tokenizer.pad_token_id,
-        config,
-        seed=values["seed"],
-        compute_dtype=dtype,
-        weights=weights,
+        train, model, examples, tokenizer.pad_token_id, config, seed=values["seed"], weights=weights
     )
     if first:
         steps = config.optimiser_steps(len(examples), num_processes())  # the length of the bar

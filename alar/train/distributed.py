@@ -53,22 +53,21 @@ def shard(model, device: torch.device | str, compute_dtype: torch.dtype | None =
     return model
 
 
-def sharded_copy(
-    model,
-    device: torch.device | str,
-    compute_dtype: torch.dtype | None = None,
-    weights: StoredWeights | None = None,
-):
+def sharded_copy(model, device: torch.device | str, weights: StoredWeights | None = None):
     """A sharded copy to train; `collect` brings its weights back to the original.
 
     All processes call it with equal models. No process ever holds the copy whole: each takes the
-    rows that are its own, from `weights` where the model is an outline, else from the model. The
-    shards have the model's dtype.
+    rows that are its own, from `weights` where the model is an outline, else from the model.
+
+    The copy computes in the dtype of the model's trunk. Its shards are float32: they are the master
+    weights (`alar.train.masters`), and a unit of FSDP must have one dtype, LoRA's adapters among
+    its weights.
     """
+    compute_dtype = model.get_input_embeddings().weight.dtype
     # `deepcopy` takes what it finds under the id of an object for the copy of that object.
     empty = {}
     for parameter in model.parameters():
-        meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        meta = torch.empty(parameter.shape, dtype=torch.float32, device="meta")
         empty[id(parameter)] = torch.nn.Parameter(meta, parameter.requires_grad)
     copied = shard(copy.deepcopy(model, empty), device, compute_dtype)
     originals = dict(model.named_parameters())

@@ -8,11 +8,11 @@ nothing more.
   tokens that carry loss are scored, a part of them at a time (`alar.model.scoring`), so that no
   logits of all tokens are ever made.
 - The projector is frozen or trained (`rl.train_projector`), with LoRA as well. It is an FSDP unit
-  of its own.
+  of its own, in float32.
 - The learning rate follows `learning_rate_at`, as in the single-process trainer.
 
-On GPUs the trunk and the projector compute in bfloat16 over float32 weights. That path is written
-but has not run yet.
+The shards are float32, the master weights. The trunk computes in the dtype of the checkpoint;
+bfloat16 has run on CPUs only, not yet on a GPU.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ import dataclasses
 import torch
 from jaxtyping import Bool
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.fsdp_utils import (
+    fsdp2_load_full_state_dict,
     merged_lora_context,
     normalize_peft_param_name,
     offload_fsdp_model_to_cpu,
@@ -68,9 +70,7 @@ class LatentFSDPEngine(FSDPEngineWithLMHead):
 
     def _build_module(self):
         module = super()._build_module()
-        projector = module.model.projector.requires_grad_(self.rl.train_projector)
-        units = module._no_split_modules or ()  # names of the classes that FSDP2 shards one by one
-        module._no_split_modules = [*units, type(projector).__name__]
+        module.model.projector.requires_grad_(self.rl.train_projector)
         return module
 
     def _build_lora_module(self, module):
@@ -80,6 +80,26 @@ class LatentFSDPEngine(FSDPEngineWithLMHead):
         return module
 
     def _build_fsdp_module(self, module):
+        """The model in verl's shards, and the projector in shards of its own.
+
+        verl computes all that it shards in one dtype, so it does not get to see the projector.
+        """
+        trunk = (module.get_base_model() if hasattr(module, "get_base_model") else module).model
+        projector, whole = trunk.projector, trunk.projector.state_dict()
+        del trunk.projector
+        module = self._build_fsdp_trunk(module)
+        fully_shard(
+            projector,
+            mesh=self.device_mesh,
+            reshard_after_forward=self.engine_config.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(),  # as stored, and verl loads float32
+        )
+        # The first rank has the weights; on others verl may have built the model without any.
+        fsdp2_load_full_state_dict(projector, whole, self.device_mesh)
+        trunk.projector = projector
+        return module
+
+    def _build_fsdp_trunk(self, module):
         if not self.engine_config.forward_only or get_device_name() != "cpu":
             return super()._build_fsdp_module(module)
         # verl moves a reference's weights to pinned memory, which needs an accelerator.

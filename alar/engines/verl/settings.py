@@ -26,6 +26,7 @@ ROOM = "alar.engines.verl"
 VENDOR = "alar"  # verl chooses an engine by device and vendor; ours is registered under this one
 GIGABYTE = 2**30
 ROLLOUTS = ("alar_hf", "alar_vllm")
+COMPUTED = {"float32": "fp32", "bfloat16": "bf16"}  # a checkpoint's dtype → verl's word for it
 
 
 class VerlUnavailable(RuntimeError):
@@ -165,7 +166,9 @@ def hydra_values(job: Job) -> dict[str, Any]:
     The batch of a step is one mini-batch, cut into `gradient_accumulation` micro-batches. Raises
     ValueError if the rollouts of a step do not divide over the processes.
     """
-    from alar.train.supervised import LORA_TARGETS  # brings transformers' Trainer along
+    # Here, because they bring transformers along.
+    from alar.model.dtype import stored_dtype
+    from alar.train.supervised import LORA_TARGETS
 
     rl, sampler, loss = job.rl, job.strategy.sampler, job.strategy.loss
     world = job.workers * rl.nodes  # training processes in all
@@ -178,10 +181,15 @@ def hydra_values(job: Job) -> dict[str, Any]:
     # Rollouts that one process takes in one micro-batch, rounded up.
     micro = max(1, -(-rollouts // world // rl.gradient_accumulation))
     on_gpu = job.gpus > 0
-    compute = "bf16" if on_gpu else "fp32"
+    dtype = stored_dtype(job.model)  # as every other engine does
+    if dtype not in COMPUTED:
+        raise ValueError(
+            f"{job.model} is stored in {dtype}; verl trains what is stored in"
+            f" {' or '.join(COMPUTED)}: set model.dtype and run notebook 01 again"
+        )
     root = "actor_rollout_ref"
     actor, rollout, model, ref = f"{root}.actor", f"{root}.rollout", f"{root}.model", f"{root}.ref"
-    precision = {"param_dtype": compute, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    precision = {"param_dtype": COMPUTED[dtype], "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     longest = job.max_turns * job.max_new_tokens  # tokens; verl's limit of a response
     values = {
         "algorithm.adv_estimator": "grpo",
@@ -228,6 +236,8 @@ def hydra_values(job: Job) -> dict[str, Any]:
         f"{actor}.optim.lr": rl.learning_rate,
         f"{actor}.optim.weight_decay": rl.weight_decay,
         f"{actor}.optim.clip_grad": 1.0,
+        # Loaded in float32: these are the master weights, which AdamW steps on. They compute, and
+        # are rolled out and exported, in the dtype of the checkpoint.
         f"{actor}.fsdp_config.model_dtype": "fp32",
         f"{actor}.fsdp_config.use_torch_compile": False,
         f"{actor}.fsdp_config.mixed_precision": dict(precision),
@@ -237,6 +247,7 @@ def hydra_values(job: Job) -> dict[str, Any]:
         f"{ref}.fsdp_config.mixed_precision": dict(precision),
         f"{ref}.use_torch_compile": False,
         f"{rollout}.name": job.rollout,
+        f"{rollout}.dtype": dtype,
         f"{rollout}.n": sampler.group_size,
         f"{rollout}.val_kwargs.n": 1,
         f"{rollout}.temperature": rl.temperature,
