@@ -113,7 +113,7 @@ def test_four_processes_load_a_model_in_little_more_memory_than_its_checkpoint(w
     assert sum(one["loading"] for one in found) < 1.3 * stored, found
     # The first process gets the whole model, the others hold one parameter at a time.
     assert found[0]["equal"] and found[0]["collecting"] < 1.3 * stored, found
-    assert max(one["collecting"] for one in found[1:]) < 0.1 * stored, found
+    assert max(one["collecting"] for one in found[1:]) < 0.3 * stored, found
 
 
 def test_an_outline_of_a_checkpoint_in_several_files_names_what_is_missing(wide_model, tmp_path):
