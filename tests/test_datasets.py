@@ -122,9 +122,35 @@ def test_search_r1s_training_set_keeps_questions_of_both_sources_apart(tmp_path,
     assert [question.id for question in questions] == [
         f"{s}/train_{i}" for s in ("nq", "hotpotqa") for i in range(3)
     ]
+    messages = {"messages": [{"role": "user", "content": "Answer the given question."}]}
     assert questions[4] == Question(
-        "hotpotqa/train_1", "question 1 of hotpotqa?", ("answer 1",), type="hotpotqa"
+        "hotpotqa/train_1",
+        "question 1 of hotpotqa?",
+        ("answer 1",),
+        type="hotpotqa",
+        details=json.dumps(messages),
     )
+
+
+def test_search_r1s_training_set_loads_although_its_splits_have_different_metadata(
+    tmp_path, monkeypatch
+):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    metadata = {  # `context` is a struct in one split and a text in the other
+        "train": {"type": "bridge", "context": {"title": ["a"], "sentences": [["x"]]}},
+        "test": {"type": "bridge", "possible_answers": "x", "context": "x"},
+    }
+    folder = tmp_path / "nq_hotpotqa_train"
+    folder.mkdir()
+    for split, held in metadata.items():
+        frame = pd.DataFrame([row | {"metadata": held} for row in rows(split, 3)])
+        frame.to_parquet(folder / f"{split}.parquet")
+    with pytest.raises(datasets.exceptions.DatasetGenerationError):
+        datasets.load_dataset(str(folder))  # as a whole: the defect of the published set
+    found = load_questions("nq_hotpotqa_train", hub=folder)
+    assert [question.id for question in found] == [f"nq_hotpotqa_train/train_{i}" for i in range(3)]
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from alar import protocol
 from alar.records import Origin, Trajectory
 from alar.rollout.codec import Codec
 
@@ -54,13 +55,49 @@ def with_latent_turns(
             written, marks = codec.latent_turn(turn.action, turn.argument, first=number == 0)
         else:
             # Every token of the teacher's turn is learnt, tags that were forced on it included.
-            written = trajectory.ids[turn.start : turn.end]
+            written = _begun_alike(trajectory.ids[turn.start : turn.end], codec, first=number == 0)
             marks = [Origin.SAMPLED] * len(written)
         ids += written
         origins += marks
         copied = turn.end
     # Whatever follows the last turn teaches nothing and is left out.
     return Example(ids, labels_from_origins(ids, origins), sum(latent_turns))
+
+
+def _begun_alike(ids: list[int], codec: Codec, *, first: bool) -> list[int]:
+    """A text turn of the teacher that begins with its block as a latent turn does.
+
+    A teacher may open without the form's line breaks, or with its own. If only the latent turns had
+    the form's, then these, and not the open tag, would decide the mode.
+    """
+    opening = codec.trusted(codec.form.opening) if first else []
+    begun = len(opening)
+    if ids[:begun] == opening and codec.text(ids[begun:]).startswith(protocol.THINK_OPEN):
+        return ids
+    # The whole turn anew: a piece may hold both the white space and what follows it.
+    closing = codec.trusted(codec.form.closing)
+    closed = closing if closing and ids[-len(closing) :] == closing else []
+    return opening + codec.untrusted(codec.text(ids).lstrip()) + closed
+
+
+def with_prompt(trajectory: Trajectory, codec: Codec) -> Trajectory:
+    """The trajectory behind the prompt of the codec's form: the student's in place of the
+    teacher's."""
+    prompt = codec.encode(codec.form.prompt(trajectory.question))
+    old = trajectory.turns[0].start
+    if prompt == trajectory.ids[:old]:
+        return trajectory
+    shift = len(prompt) - old
+    turns = [
+        replace(turn, start=turn.start + shift, end=turn.end + shift) for turn in trajectory.turns
+    ]
+    return replace(
+        trajectory,
+        ids=prompt + trajectory.ids[old:],
+        origins=[int(Origin.PROMPT)] * len(prompt) + trajectory.origins[old:],
+        logprobs=[float("nan")] * len(prompt) + trajectory.logprobs[old:],
+        turns=turns,
+    )
 
 
 def aasd_examples(trajectories: Sequence[Trajectory], codec: Codec) -> list[Example]:

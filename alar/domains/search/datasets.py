@@ -47,14 +47,17 @@ def load_questions(
     So it keeps always the same ones, and a smaller sample is part of a larger one.
 
     Question ids start with the name of the set or file, and `type` is that name unless a file has a
-    `type` of its own. So several sets can be evaluated together. Raises DatasetError.
+    `type` of its own. So several sets can be evaluated together. Chat messages in a column `prompt`
+    are kept in `details`. Raises DatasetError.
     """
     name = str(source)
     if name in published_sizes:
         splits = (split,) if split else EVALUATION_SPLITS
         questions = _from_rows(hub_rows(str(hub or FLASHRAG), name, splits), name)
     elif name in ("nq_hotpotqa_train", SEARCH_R1_TRAIN):
-        rows = hub_rows(str(hub or SEARCH_R1_TRAIN), None, (split or "train",))
+        # Its splits hold different structs in `metadata`, and the library casts all of them to that
+        # of the first one, train: preparing the whole set fails. A stream reads train alone.
+        rows = hub_rows(str(hub or SEARCH_R1_TRAIN), None, (split or "train",), streaming=True)
         questions = _from_rows(rows, "nq_hotpotqa_train")
     elif Path(source).is_file():
         questions = _from_rows(read_rows(Path(source)), Path(source).stem)
@@ -66,12 +69,18 @@ def load_questions(
     return fixed_sample(questions, limit) if limit else questions
 
 
-def hub_rows(hub: str, config: str | None, splits: Sequence[str]) -> Iterator[tuple[str, dict]]:
-    """(where, record) of each row in the first of `splits` that the hub's set has."""
+def hub_rows(
+    hub: str, config: str | None, splits: Sequence[str], *, streaming: bool = False
+) -> Iterator[tuple[str, dict]]:
+    """(where, record) of each row in the first of `splits` that the hub's set has.
+
+    A stream is fetched again each time. Without `streaming`, all splits are fetched once and kept
+    in the library's cache.
+    """
     import datasets  # slow to import, and not needed for files
 
     try:
-        loaded = datasets.load_dataset(hub, config)
+        loaded = datasets.load_dataset(hub, config, streaming=streaming)
     except Exception as error:
         # The library raises a dozen unrelated types when it cannot reach or read a hub.
         raise DatasetError(
@@ -153,8 +162,26 @@ def _question(record: dict, name: str, number: int, where: str) -> Question:
     kind = record.get("type")
     if not isinstance(kind, str) or not kind:
         kind = origin
-    answers = _answers(record, where)
-    return Question(f"{origin}/{identity}", text.strip(), answers, type=kind)
+    answers, details = _answers(record, where), _messages(record, where)
+    return Question(f"{origin}/{identity}", text.strip(), answers, type=kind, details=details)
+
+
+def _messages(record: dict, where: str) -> str:
+    """The row's own chat messages as JSON, "" if it has none. Search-R1's data have them in the
+    column `prompt`; in other sets a text may stand there, which is no chat."""
+    prompt = record.get("prompt")
+    if not isinstance(prompt, list) or not prompt:
+        return ""
+    messages = []
+    for message in prompt:
+        role = message.get("role") if isinstance(message, dict) else None
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise DatasetError(
+                f"{where}: prompt: expected messages with role and content, got {message!r:.80}"
+            )
+        messages.append({"role": role, "content": content})
+    return json.dumps({"messages": messages}, ensure_ascii=False)
 
 
 def _answers(record: dict, where: str) -> tuple[str, ...]:
