@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -17,6 +18,7 @@ from alar import protocol
 from alar.records import Origin, Trajectory
 from alar.rollout.codec import Codec
 
+T = TypeVar("T")
 NO_LOSS = -100  # the label that PyTorch's cross-entropy leaves out
 
 
@@ -120,11 +122,11 @@ def warmup_examples(
     return examples
 
 
-def at_most(examples: Sequence[Example], count: int, seed: int) -> list[Example]:
-    """`count` of the examples, drawn at random; all if there are no more, or if `count` is 0."""
-    if count == 0 or count >= len(examples):
-        return list(examples)
-    return random.Random(seed).sample(examples, count)
+def at_most(items: Sequence[T], count: int, seed: int) -> list[T]:
+    """`count` of the items, drawn at random; all if there are no more, or if `count` is 0."""
+    if count == 0 or count >= len(items):
+        return list(items)
+    return random.Random(seed).sample(items, count)
 
 
 def successful(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
