@@ -7,6 +7,7 @@ import pytest
 
 from alar.domains.search.datasets import DatasetError, load_questions, published_sizes
 from alar.records import Question
+from alar.study.check.data import question_sets
 
 
 def write_jsonl(path, records):
@@ -149,8 +150,30 @@ def test_search_r1s_training_set_loads_although_its_splits_have_different_metada
         frame.to_parquet(folder / f"{split}.parquet")
     with pytest.raises(datasets.exceptions.DatasetGenerationError):
         datasets.load_dataset(str(folder))  # as a whole: the defect of the published set
-    found = load_questions("nq_hotpotqa_train", hub=folder)
-    assert [question.id for question in found] == [f"nq_hotpotqa_train/train_{i}" for i in range(3)]
+    for split in metadata:
+        found = load_questions("nq_hotpotqa_train", hub=folder, split=split)
+        ids = [f"nq_hotpotqa_train/{split}_{i}" for i in range(3)]
+        assert [question.id for question in found] == ids
+
+
+def test_search_r1s_training_set_is_fetched_once_and_its_absence_has_a_remedy(
+    tmp_path, monkeypatch
+):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DatasetError, match=r"hf download PeterJinGo/nq_hotpotqa_train train\.par"):
+        load_questions("nq_hotpotqa_train")
+    # The layout of the hub's cache: after the download no network is needed.
+    repository, commit = tmp_path / "datasets--PeterJinGo--nq_hotpotqa_train", "0" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "snapshots" / commit).mkdir(parents=True)
+    pd.DataFrame(rows("train", 3)).to_parquet(repository / "snapshots" / commit / "train.parquet")
+    assert len(load_questions("nq_hotpotqa_train")) == 3
+    (finding,) = question_sets(["nq_hotpotqa_train"])
+    assert not finding.remedy  # `--check` sees it too
 
 
 @pytest.mark.parametrize(

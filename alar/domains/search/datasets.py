@@ -30,6 +30,8 @@ published_sizes = {
 
 EVALUATION_SPLITS = ("test", "dev", "train")  # the first that a set has
 ANSWER_FIELDS = ("golden_answers", "answers", "answer")  # the first that a row has
+# All that is read of a row.
+COLUMNS = (*ANSWER_FIELDS, "question", "id", "_id", "data_source", "type", "prompt")
 
 
 class DatasetError(ValueError):
@@ -55,9 +57,9 @@ def load_questions(
         splits = (split,) if split else EVALUATION_SPLITS
         questions = _from_rows(hub_rows(str(hub or FLASHRAG), name, splits), name)
     elif name in ("nq_hotpotqa_train", SEARCH_R1_TRAIN):
-        # Its splits hold different structs in `metadata`, and the library casts all of them to that
-        # of the first one, train: preparing the whole set fails. A stream reads train alone.
-        rows = hub_rows(str(hub or SEARCH_R1_TRAIN), None, (split or "train",), streaming=True)
+        # Its splits hold different structs in `metadata`. The library `datasets` casts all of them
+        # to that of the first one and fails, so one split's file is read, without that column.
+        rows = read_rows(hub_file(str(hub or SEARCH_R1_TRAIN), f"{split or 'train'}.parquet"))
         questions = _from_rows(rows, "nq_hotpotqa_train")
     elif Path(source).is_file():
         questions = _from_rows(read_rows(Path(source)), Path(source).stem)
@@ -69,18 +71,28 @@ def load_questions(
     return fixed_sample(questions, limit) if limit else questions
 
 
-def hub_rows(
-    hub: str, config: str | None, splits: Sequence[str], *, streaming: bool = False
-) -> Iterator[tuple[str, dict]]:
-    """(where, record) of each row in the first of `splits` that the hub's set has.
+def hub_file(hub: str, name: str) -> Path:
+    """A file of the hub's set, or of a clone in the folder `hub`; downloaded once."""
+    if Path(hub).is_dir():
+        return Path(hub) / name
+    import huggingface_hub  # only here: local files need no client of the hub
 
-    A stream is fetched again each time. Without `streaming`, all splits are fetched once and kept
-    in the library's cache.
-    """
+    try:
+        return Path(huggingface_hub.hf_hub_download(hub, name, repo_type="dataset"))
+    except (huggingface_hub.errors.HfHubHTTPError, OSError, ValueError) as error:
+        raise DatasetError(
+            f"{hub}: {name} cannot be fetched: {type(error).__name__}: {error}\nOn a machine with a"
+            f" network: hf download {hub} {name} --repo-type dataset; or give the set as a JSONL or"
+            " Parquet file"
+        ) from error
+
+
+def hub_rows(hub: str, config: str | None, splits: Sequence[str]) -> Iterator[tuple[str, dict]]:
+    """(where, record) of each row in the first of `splits` that the hub's set has."""
     import datasets  # slow to import, and not needed for files
 
     try:
-        loaded = datasets.load_dataset(hub, config, streaming=streaming)
+        loaded = datasets.load_dataset(hub, config)
     except Exception as error:
         # The library raises a dozen unrelated types when it cannot reach or read a hub.
         raise DatasetError(
@@ -105,14 +117,19 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict]]:
         import pyarrow  # only here: JSON lines do not need it
         import pyarrow.parquet
 
+        row = 0
         try:
-            table = pyarrow.parquet.read_table(path)
+            file = pyarrow.parquet.ParquetFile(path)
+            # Other columns may be large: HotpotQA's `metadata` has ten passages a question.
+            columns = [name for name in file.schema_arrow.names if name in COLUMNS]
+            for batch in file.iter_batches(columns=columns or None):
+                for record in batch.to_pylist():
+                    row += 1
+                    yield f"{path}, row {row}", record
         except (pyarrow.ArrowInvalid, OSError) as error:
             raise DatasetError(
                 f"{path}: not a readable Parquet file ({error}); fetch it again"
             ) from error
-        for row, record in enumerate(table.to_pylist(), start=1):
-            yield f"{path}, row {row}", record
         return
     if path.suffix not in (".jsonl", ".json"):
         raise DatasetError(f"{path}: unknown kind of file {path.suffix!r}: give .jsonl or .parquet")
