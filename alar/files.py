@@ -20,8 +20,12 @@ class TruncatedFile(ValueError):
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """The rows of the file. TruncatedFile names the line that is not a whole one."""
+    return list(iterate_jsonl(path))
+
+
+def iterate_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
+    """As `read_jsonl`, one row at a time: a file of traces may not fit in memory."""
     path = Path(path)
-    rows = []
     with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.endswith(b"\n"):
@@ -30,12 +34,12 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
                     " was stopped. Delete the file and run the stage that writes it again"
                 )
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 raise TruncatedFile(
                     f"{path}, line {number}: is not JSON ({error}); write the file again"
                 ) from None
-    return rows
+            yield row
 
 
 def append_jsonl(path: str | Path, row: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ the text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from alar import protocol
-from alar.files import read_jsonl, write_jsonl
+from alar.files import iterate_jsonl, write_jsonl
 
 
 class Origin(IntEnum):
@@ -189,7 +189,8 @@ class Environment(Protocol):
     `Turn.earlier`.
 
     It may also have a method `grade(trajectory)`: how right it is as a number, 1 for wholly, or
-    None.
+    None. And it may have a number `ahead`: how many calls of `observe` may be under way, each in a
+    thread of its own, while other turns are written.
     """
 
     form: protocol.Form
@@ -218,17 +219,22 @@ def write_trajectories(path: str | Path, trajectories: Iterable[Trajectory]) -> 
 
 def read_trajectories(path: str | Path) -> list[Trajectory]:
     """Read JSON lines; a broken or incomplete line is an error that names the file and the line."""
-    path, trajectories = Path(path), []
+    return list(iterate_trajectories(path))
+
+
+def iterate_trajectories(path: str | Path) -> Iterator[Trajectory]:
+    """As `read_trajectories`, one at a time."""
+    path = Path(path)
     if not path.exists():
         raise FileNotFoundError(
             f"{path}: no such file of trajectories; run the stage that writes it first"
         )
-    for number, record in enumerate(read_jsonl(path), start=1):
+    for number, record in enumerate(iterate_jsonl(path), start=1):
         try:
-            trajectories.append(Trajectory.from_json(record))
+            trajectory = Trajectory.from_json(record)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}, line {number}: not a complete trajectory ({error}); delete the file and"
                 " run the stage again"
             ) from error
-    return trajectories
+        yield trajectory

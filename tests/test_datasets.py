@@ -7,6 +7,7 @@ import pytest
 
 from alar.domains.search.datasets import DatasetError, load_questions, published_sizes
 from alar.records import Question
+from alar.study.check.data import question_sets
 
 
 def write_jsonl(path, records):
@@ -122,9 +123,57 @@ def test_search_r1s_training_set_keeps_questions_of_both_sources_apart(tmp_path,
     assert [question.id for question in questions] == [
         f"{s}/train_{i}" for s in ("nq", "hotpotqa") for i in range(3)
     ]
+    messages = {"messages": [{"role": "user", "content": "Answer the given question."}]}
     assert questions[4] == Question(
-        "hotpotqa/train_1", "question 1 of hotpotqa?", ("answer 1",), type="hotpotqa"
+        "hotpotqa/train_1",
+        "question 1 of hotpotqa?",
+        ("answer 1",),
+        type="hotpotqa",
+        details=json.dumps(messages),
     )
+
+
+def test_search_r1s_training_set_loads_although_its_splits_have_different_metadata(
+    tmp_path, monkeypatch
+):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    metadata = {  # `context` is a struct in one split and a text in the other
+        "train": {"type": "bridge", "context": {"title": ["a"], "sentences": [["x"]]}},
+        "test": {"type": "bridge", "possible_answers": "x", "context": "x"},
+    }
+    folder = tmp_path / "nq_hotpotqa_train"
+    folder.mkdir()
+    for split, held in metadata.items():
+        frame = pd.DataFrame([row | {"metadata": held} for row in rows(split, 3)])
+        frame.to_parquet(folder / f"{split}.parquet")
+    with pytest.raises(datasets.exceptions.DatasetGenerationError):
+        datasets.load_dataset(str(folder))  # as a whole: the defect of the published set
+    for split in metadata:
+        found = load_questions("nq_hotpotqa_train", hub=folder, split=split)
+        ids = [f"nq_hotpotqa_train/{split}_{i}" for i in range(3)]
+        assert [question.id for question in found] == ids
+
+
+def test_search_r1s_training_set_is_fetched_once_and_its_absence_has_a_remedy(
+    tmp_path, monkeypatch
+):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DatasetError, match=r"hf download PeterJinGo/nq_hotpotqa_train train\.par"):
+        load_questions("nq_hotpotqa_train")
+    # The layout of the hub's cache: after the download no network is needed.
+    repository, commit = tmp_path / "datasets--PeterJinGo--nq_hotpotqa_train", "0" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "snapshots" / commit).mkdir(parents=True)
+    pd.DataFrame(rows("train", 3)).to_parquet(repository / "snapshots" / commit / "train.parquet")
+    assert len(load_questions("nq_hotpotqa_train")) == 3
+    (finding,) = question_sets(["nq_hotpotqa_train"])
+    assert not finding.remedy  # `--check` sees it too
 
 
 @pytest.mark.parametrize(

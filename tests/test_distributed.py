@@ -30,7 +30,7 @@ from alar.study import train_stage as train_command
 from alar.study.stage import repository
 from alar.study.train_stage import parameters_of_study
 from alar.train.config import Supervised
-from alar.train.examples import Example, SimilarBatches, aasd_examples, collate
+from alar.train.examples import Example, SimilarBatches, aasd_examples, collate, with_prompt
 from alar.train.supervised import train
 from tests.distributed_ranks import CASES, PAD, ROWS, TRAINING, example, training_examples
 from tests.test_examples import expert_trajectory
@@ -273,8 +273,9 @@ def test_the_command_trains_on_the_turns_of_its_domain(random_model, tmp_path, m
         train_command, "train", lambda model, examples, *_, **__: seen.extend(examples) or model
     )
     assert train_command.main(["03_aasd", "-f", str(file)]) == 0
+    asked = [with_prompt(trace, codec) for trace in traces]
     assert [example.ids for example in seen] == [
-        example.ids for example in aasd_examples(traces, codec)
+        example.ids for example in aasd_examples(asked, codec)
     ]
     assert "<call>" not in "".join(codec.text(example.ids) for example in seen)
 

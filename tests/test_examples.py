@@ -1,6 +1,7 @@
 """Training examples: where loss falls, whole blocks only, batches with every example once."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from alar.domains.search.questions import conclusions, solved_questions
 from alar.model import load_base, plain_latent_states
+from alar.protocol import SEARCH, Prompted
 from alar.records import Origin, Question, Trajectory, TurnRecord
 from alar.rollout.codec import Codec
 from alar.train.config import Supervised
@@ -19,6 +21,7 @@ from alar.train.examples import (
     thought_labels,
     warmup_examples,
     with_latent_turns,
+    with_prompt,
 )
 from alar.train.labels import label_accuracy
 from alar.train.supervised import labelled_loss, mark_trainable, train
@@ -54,6 +57,54 @@ def codec(random_model):
 @pytest.fixture(scope="module")
 def trajectories(codec):
     return [expert_trajectory(codec, item) for item in solved_questions("counterfactual-3", 40, 0)]
+
+
+def test_both_modes_begin_alike_however_the_teacher_begins(codec, trajectories):
+    for trajectory in trajectories[:6]:
+        first = trajectory.turns[0]
+        written = trajectory.ids[first.start : first.end]
+        text = codec.text(written)
+        for begin in ("", "\n", " ", "\n\n\n"):
+            # The same turn, begun otherwise by the teacher.
+            other = codec.untrusted(begin + text.lstrip())
+            moved = len(other) - len(written)
+            later = [
+                replace(turn, start=turn.start + moved, end=turn.end + moved)
+                for turn in trajectory.turns[1:]
+            ]
+            ids = trajectory.ids[: first.start] + other + trajectory.ids[first.end :]
+            changed = replace(
+                trajectory,
+                ids=ids,
+                origins=[*trajectory.origins, *trajectory.origins[:moved]][: len(ids)],
+                turns=[replace(first, end=first.end + moved), *later],
+            )
+            explicit = [False] * len(trajectory.turns)
+            as_expected = with_latent_turns(trajectory, codec, explicit)
+            assert with_latent_turns(changed, codec, explicit).ids == as_expected.ids
+        # A teacher that begins as the form does keeps its ids.
+        assert as_expected.ids == trajectory.ids[: trajectory.turns[-1].end]
+        latent = with_latent_turns(trajectory, codec, [True, *explicit[1:]])
+        begun = codec.separator
+        for example in (latent, as_expected):
+            assert example.ids[first.start : first.start + len(begun)] == begun
+            assert example.labels[first.start : first.start + len(begun)] == begun
+
+
+def test_the_students_prompt_takes_the_place_of_the_teachers(codec, trajectories):
+    asked = Prompted(SEARCH, lambda question: ["Choose a mode. ", question.text])
+    student = Codec(codec.tokenizer, codec.num_latent, codec.latent_token_id, asked)
+    for trajectory in trajectories[:6]:
+        assert with_prompt(trajectory, codec).ids == trajectory.ids
+        changed = with_prompt(trajectory, student)
+        prompt = codec.encode(asked.prompt(trajectory.question))
+        start = trajectory.turns[0].start
+        assert changed.ids == prompt + trajectory.ids[start:]
+        for before, after in zip(trajectory.turns, changed.turns, strict=True):
+            assert changed.ids[after.start : after.end] == trajectory.ids[before.start : before.end]
+        (example,), (own,) = (aasd_examples([t], codec) for t in (changed, trajectory))
+        assert example.labels[: len(prompt)] == [-100] * len(prompt)
+        assert example.labels[len(prompt) :] == own.labels[start:]
 
 
 def test_loss_falls_on_tags_separators_and_actions_only(codec, trajectories):

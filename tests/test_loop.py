@@ -2,6 +2,7 @@
 what they are."""
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from alar import protocol
 from alar.domains.search.environment import SearchEnvironment
 from alar.domains.search.questions import solved_questions, validation_questions
+from alar.model import embedded, load_base
 from alar.records import Origin, Trajectory, read_trajectories, write_trajectories
 from alar.rollout.engine import Engine, Sampling, TurnOutput, TurnRequest
 from alar.rollout.hf import HFEngine, policy_logits
@@ -260,3 +262,61 @@ def test_a_record_that_contradicts_itself_is_refused(engine, tmp_path, field, va
         value[0] = int(Origin.LATENT)  # a prompt token
     with pytest.raises(ValueError, match=message):
         Trajectory.from_json(record | {field: value})
+
+
+class Waiting(SearchEnvironment):
+    """Answers after a while, as a server does; the delays differ from call to call."""
+
+    def __init__(self, delays):
+        super().__init__()
+        self.ahead, self.delays, self.under_way, self.most = 3, delays, 0, 0
+
+    def observe(self, steps):
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        time.sleep(self.delays())
+        found = super().observe(steps)
+        self.under_way -= 1
+        return found
+
+
+@pytest.fixture(scope="module")
+def base_engine():
+    return HFEngine(*load_base(embedded("search")))
+
+
+def test_searches_ahead_of_the_loop_give_the_same_trajectories_whatever_they_take(base_engine):
+    questions = validation_questions(24)
+    sampling = Sampling(max_new_tokens=96, temperature=1.0)
+
+    def answered(environment):
+        base_engine.reset()
+        return run(questions, base_engine, environment, sampling, modes="off", batch_size=16)
+
+    draws = random.Random(0)
+    erratic = Waiting(lambda: draws.uniform(0, 0.05))
+    one, other, plain = (
+        answered(environment)
+        for environment in (Waiting(lambda: 0.0), erratic, SearchEnvironment())
+    )
+    assert erratic.most > 1  # several were under way at once
+    # Not only equal up to rounding: the engine got the same batches.
+    assert [t.to_json() for t in one] == [t.to_json() for t in other]
+    assert [t.ids for t in one] == [t.ids for t in plain]
+    assert sum(len(t.turns) > 1 for t in one) > 12
+
+
+def test_a_search_ahead_that_fails_ends_the_run_with_its_error(engine):
+    class Broken(SearchEnvironment):
+        def __init__(self):
+            super().__init__()
+            self.ahead = 2
+
+        def observe(self, steps):
+            raise OSError("no server")
+
+    searches = {row: ["<think>so</think>\n\n<search>Peru</search>"] for row in range(3)}
+    scripted = Scripted(engine.codec, searches)
+    with pytest.raises(OSError, match="no server"):
+        run(validation_questions(3), scripted, Broken(), SAMPLING)
+    assert sorted(scripted.released) == [0, 1, 2]

@@ -1,6 +1,7 @@
 """Qwen3's tool template as this project writes and reads it; nothing that a policy writes makes the
 parser raise."""
 
+import copy
 import json
 import random
 
@@ -9,10 +10,21 @@ import pytest
 from alar import protocol
 from alar.domains.tool.environment import ToolEnvironment
 from alar.domains.tool.execution import Executor
-from alar.domains.tool.protocol import TOOL, calls_text, parse_calls, parse_turn, responses_text
+from alar.domains.tool.protocol import (
+    TOOL,
+    ToolForm,
+    calls_text,
+    parse_calls,
+    parse_turn,
+    responses_text,
+)
 from alar.domains.tool.questions import solved_questions
 from alar.domains.tool.requests import ToolRequest, openai_tool, request_of
-from alar.records import Question
+from alar.records import Origin, Question
+from alar.rollout.codec import Codec
+from alar.rollout.engine import Engine, Sampling, TurnOutput
+from alar.rollout.loop import run
+from alar.train.examples import with_latent_turns
 
 # The parts of Qwen3-4B-Thinking-2507's chat template (Apache 2.0) that concern tools, generation
 # prompt included.
@@ -242,3 +254,67 @@ def test_ten_thousand_fuzzed_outputs_raise_nothing_and_run_only_what_is_offered_
         assert all(type(value) is int and abs(value) <= 10**9 for value in arguments.values()), (
             json.dumps(arguments)
         )
+
+
+class Unasked(Engine):
+    """Writes given turns behind what is forced on it, and opens no block by itself."""
+
+    def __init__(self, codec, turns):
+        self.codec, self.turns, self.waiting = codec, copy.deepcopy(turns), []
+
+    @property
+    def busy(self):
+        return bool(self.waiting)
+
+    def submit(self, requests, sampling):
+        self.waiting += requests
+
+    def step(self):
+        request = self.waiting.pop(0)
+        forced = list(request.forced)
+        left = self.turns[request.session]
+        ids = self.codec.trusted(left.pop(0) if left else "again<|im_end|>")
+        origins = [int(Origin.FORCED)] * len(forced) + [int(Origin.SAMPLED)] * len(ids)
+        logprobs = [float("nan")] * len(forced) + [-0.5] * len(ids)
+        return [(request, TurnOutput(forced + ids, origins, logprobs, [], "eos"))]
+
+    def release(self, sessions):
+        pass
+
+
+def test_the_block_is_opened_for_a_base_whose_template_opens_it(tokenizer, random_model):
+    solved = solved_questions("train", 12, 0)
+    texts = {
+        row: [f"{s.thought}</think>\n\n{s.argument}<|im_end|>" for s in item.steps]
+        for row, item in enumerate(solved)
+    }
+
+    def answered(template):
+        thinking = copy.deepcopy(tokenizer)
+        thinking.chat_template = template
+        base = Unasked(Codec(thinking, form=TOOL), texts)
+        questions = [item.question for item in solved]
+        return run(questions, base, ToolEnvironment(), Sampling(64), modes="off")
+
+    assert not any(t.well_formed for t in answered(tokenizer.chat_template))
+    found = answered(QWEN3)  # ends in <think>
+    assert all(t.well_formed and t.correct for t in found)
+    opened = Codec(tokenizer).think_open
+    for t in found:
+        for turn in t.turns:
+            assert t.ids[turn.start : turn.start + len(opened)] == opened
+            assert t.origins[turn.start] == Origin.FORCED  # RL gives it no loss
+    student = Codec.of(*random_model(), form=TOOL)
+    example = with_latent_turns(found[0], student, [False] * len(found[0].turns))
+    # The student has to choose its modes, so it learns the tag.
+    assert example.labels[found[0].turns[0].start] == opened[0]
+
+
+def test_an_instruction_stands_before_the_requests_own_system_message(tokenizer):
+    request = request_of(solved_questions("train", 1, 0)[0].question)
+    own = {"role": "system", "content": "Be brief."}
+    messages = (own, *request.messages)
+    asked = ToolRequest(messages, request.functions, request.truth, request.category).question("x")
+    both = [{"role": "system", "content": "Reason first.\n\nBe brief."}, *request.messages]
+    written = "".join(ToolForm("Reason first.").prompt(asked))
+    assert written + "<think>\n" == render(tokenizer, request, both)

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from alar import protocol
 from alar.domains import arithmetic
+from alar.domains.prompts import EMBEDDED_PROMPT, ROW_MESSAGES, read_prompt, search_prompts
 from alar.domains.search import questions as search_questions
 from alar.domains.search.datasets import load_questions
 from alar.domains.search.environment import SearchEnvironment
@@ -23,7 +24,7 @@ from alar.domains.search.world import REAL
 from alar.domains.tool import bfcl
 from alar.domains.tool import questions as tool_questions
 from alar.domains.tool.environment import ToolEnvironment
-from alar.domains.tool.protocol import TOOL
+from alar.domains.tool.protocol import TOOL, ToolForm
 from alar.domains.tool.requests import bfcl_request
 from alar.domains.tool.toolmind_files import load_questions as load_toolmind
 from alar.records import Environment, Question, Solved
@@ -74,6 +75,13 @@ class Domain(Protocol):
         """What the steps of a chain of thought in the expert's words conclude; [] if it computes
         nothing."""
 
+    def prompted(self, source: str, tokenizer) -> protocol.Form:
+        """The form with other prompts, as `alar.domains.prompts` describes them.
+
+        `source` is the parameter `rollout.prompt` or `rollout.student_prompt`. Raises ValueError
+        for a text file that is missing or of another shape.
+        """
+
 
 class SearchDomain:
     name, form, types = "search", protocol.SEARCH, search_questions.TYPES
@@ -89,6 +97,9 @@ class SearchDomain:
 
     def solved_questions(self, count, seed):
         return search_questions.solved_questions(REAL, count, seed)
+
+    def prompted(self, source, tokenizer):
+        return search_prompts(self.form, source, tokenizer)
 
     def environment(
         self,
@@ -129,6 +140,12 @@ class ToolDomain:
                 " ToolMind): ask them in two runs"
             )
         return ToolEnvironment(execute=embedded != {False}, judge=judge)
+
+    def prompted(self, source, tokenizer):
+        """A request's own messages are what the embedded prompt shows, too."""
+        if source in (EMBEDDED_PROMPT, ROW_MESSAGES):
+            return self.form
+        return ToolForm(read_prompt(source).strip())
 
     def training_questions(self, count, *, worlds=0, seed, types=()):
         """`worlds` is not used: there is one set of functions."""

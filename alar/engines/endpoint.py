@@ -210,6 +210,10 @@ class EndpointEngine(Engine):
         self._thread = threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True)
         self._thread.start()
 
+    @property
+    def text_mode(self) -> str:
+        return "off"  # the server's own template opens the block
+
     def __enter__(self) -> EndpointEngine:
         return self
 

@@ -31,8 +31,9 @@ class RLConfig(Section):
     length_tolerance: Annotated[float, Field(ge=0)] = 0.0
     diversity: Annotated[float, Field(ge=0)] = 1.0  # weight of the diversity bonus; 0 = none
     variant: Literal["published", "repaired"] = "repaired"
-    # For the tool domain. "toolmind": its dense score is the reward.
-    judge: Literal["official", "toolmind"] = "official"
+    # For the tool domain. "toolmind": its dense score is the reward; "toolmind-match": only a full
+    # match.
+    judge: Literal["official", "toolmind", "toolmind-match"] = "official"
     # Published: True. With False, a latent turn is worth α in every group.
     norm_adv_by_std: bool = False
     credit: Literal["trajectory", "turn"] = "turn"
@@ -51,6 +52,8 @@ class RLConfig(Section):
     lora_alpha: Count = 32
     train_projector: bool = False
     worlds: Count = 24
+    # Prompts are at most so many questions that the teacher has solved; 0 = all that there are.
+    solved_prompts: CountOrNone = 0
     # Question types of the embedded prompts, in turn. A type named twice comes twice as often;
     # [] = all.
     types: list[str] = []

@@ -73,6 +73,21 @@ class Codec:
         """Whether a token stands for a thought that is not text."""
         return token == self.latent_token_id
 
+    @cached_property
+    def text_mode(self) -> str:
+        """The plan of modes for a base that reasons in text only: "off", or "think" where the chat
+        template itself opens the block, as that of Qwen3-Thinking does.
+
+        Such a base has never learnt to write `<think>`, and our prompts leave the choice open.
+        """
+        if not self.tokenizer.chat_template:
+            return "off"
+        asked = [{"role": "user", "content": "?"}]  # any text: only the end matters
+        prompt = self.tokenizer.apply_chat_template(
+            asked, add_generation_prompt=True, tokenize=False
+        )
+        return "think" if prompt.rstrip().endswith(protocol.THINK_OPEN) else "off"
+
     # Text to ids.
 
     def trusted(self, text: str) -> list[int]:

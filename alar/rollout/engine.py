@@ -82,6 +82,11 @@ class Engine(ABC):
 
     codec: Codec
 
+    @property
+    def text_mode(self) -> str:
+        """What the plan of modes "off" stands for here."""
+        return self.codec.text_mode
+
     @abstractmethod
     def submit(self, requests: Sequence[TurnRequest], sampling: Sampling) -> None:
         """Take requests in. Raises ValueError for one that cannot be served; none is taken then."""

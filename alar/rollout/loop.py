@@ -6,14 +6,22 @@ appended, and never derived again from text.
 
 A trajectory goes on as soon as its turn has ended, and a new question takes the place of a finished
 one. So the engine's batch stays full until the last questions.
+
+An environment that waits for a server may have several calls under way (`Environment.ahead`), while
+the engine writes other turns. Their number, not their timing, decides when the loop takes an answer
+in: the same engine gets the same batches, however long a server needs.
 """
 
 from __future__ import annotations
 
 import copy
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -45,13 +53,16 @@ def run(
     """One trajectory for each question, in order.
 
     `modes`: "free" lets the policy choose; "think" and "latent" force the open tag of every turn;
-    "off" leaves `<latent>` plain text (a base model). Or a function of (row, turn), where row is
-    the place of the question, counted from `first_row`.
+    "off" leaves `<latent>` plain text (a base model), and opens the think block where the model's
+    own chat template does (`Codec.text_mode`). Or a function of (row, turn), where row is the place
+    of the question, counted from `first_row`.
 
     At most `batch_size` trajectories are under way at once. The same `seed` gives the same
     trajectories for every `batch_size`, up to rounding. `progress` wraps an iteration in which a
     step is a finished trajectory.
     """
+    if modes == "off":
+        modes = engine.text_mode
     plan = modes if callable(modes) else lambda row, turn: modes
     if isinstance(modes, str) and modes not in MODES:
         raise ValueError(
@@ -82,6 +93,15 @@ class _Unfinished:
     mode: str = ""
 
 
+@dataclass(frozen=True)
+class _Acted:
+    """Turns whose actions the environment was asked about. `observations()` waits for its answer,
+    one entry for each turn with an action."""
+
+    turns: list[tuple[int, protocol.Turn]]  # with their rows
+    observations: Callable[[], list[Observation]]
+
+
 @dataclass
 class _Loop:
     engine: Engine
@@ -98,7 +118,14 @@ class _Loop:
         entering: list[int] = []  # rows whose next turn is to be written
         asked = 0  # questions begun
         quorum = max(1, slots // QUORUM)
-        try:
+        ahead = getattr(self.environment, "ahead", 0)
+        acted: deque[_Acted] = deque()  # at most `ahead` of them while the engine has work
+        with ExitStack() as stack:
+            # An error, or a caller who wants no more: the engine forgets what is left.
+            stack.callback(lambda: self.engine.release(list(live)))
+            pool = ThreadPoolExecutor(ahead) if ahead else None
+            if pool is not None:
+                stack.callback(pool.shutdown, wait=False, cancel_futures=True)
             while live or asked < len(questions):
                 while asked < len(questions) and len(live) < slots:
                     row = self.first_row + asked
@@ -113,13 +140,17 @@ class _Loop:
                     ended += self.engine.step()
 
                 outputs = {request.session: output for request, output in ended}
-                entering = self._take_turns(live, outputs)
-                over = [row for row in outputs if live[row].trajectory.finish]
+                going = self._take_turns(live, outputs)
+                acted.append(self._act(live, going, pool))
+                settled, entering = list(outputs), []  # settled: rows that may be over now
+                while acted and (len(acted) > ahead or not (entering or self.engine.busy)):
+                    rows = self._take_observations(live, acted.popleft())
+                    settled += rows
+                    entering += [row for row in rows if not live[row].trajectory.finish]
+                over = [row for row in dict.fromkeys(settled) if live[row].trajectory.finish]
                 self.engine.release(over)
                 for row in over:
                     yield row, self._judge(live.pop(row))
-        finally:  # an error, or a caller who wants no more: the engine forgets what is left
-            self.engine.release(list(live))
 
     def _start(self, question: Question) -> _Unfinished:
         ids = self.engine.codec.encode(self.environment.form.prompt(question))
@@ -153,8 +184,8 @@ class _Loop:
 
     def _take_turns(
         self, live: dict[int, _Unfinished], outputs: dict[int, TurnOutput]
-    ) -> list[int]:
-        """Record the turns that ended and act on them; returns the rows that go on."""
+    ) -> list[tuple[int, protocol.Turn]]:
+        """Record the turns that ended; returns (row, turn) of those whose trajectories go on."""
         final = self.environment.final
         going: list[tuple[int, protocol.Turn]] = []
         for row, output in outputs.items():
@@ -167,15 +198,33 @@ class _Loop:
             else:
                 earlier = tuple(live[row].turns[:-1])
                 going.append((row, replace(parsed, earlier=earlier)))
-        self._act([(live[row].trajectory, parsed) for row, parsed in going])
-        return [row for row, _ in going if not live[row].trajectory.finish]
+        return going
 
-    def _act(self, going: Sequence[tuple[Trajectory, protocol.Turn]]) -> None:
-        """Execute the actions of some turns in one call, and append what they return."""
+    def _act(
+        self,
+        live: dict[int, _Unfinished],
+        going: list[tuple[int, protocol.Turn]],
+        pool: ThreadPoolExecutor | None,
+    ) -> _Acted:
+        """Ask the environment about the actions of some turns in one call: in the pool, or later,
+        when the observations are taken."""
+        acting = [
+            (live[row].trajectory.question, parsed)
+            for row, parsed in going
+            if parsed.action is not None
+        ]
+        if not acting:
+            return _Acted(going, list)
+        if pool is None:
+            return _Acted(going, partial(self.environment.observe, acting))
+        return _Acted(going, pool.submit(self.environment.observe, acting).result)
+
+    def _take_observations(self, live: dict[int, _Unfinished], acted: _Acted) -> list[int]:
+        """Append what some actions returned; returns their rows."""
         form = self.environment.form
-        acting = [(t.question, parsed) for t, parsed in going if parsed.action is not None]
-        returned = iter(self.environment.observe(acting) if acting else ())
-        for trajectory, parsed in going:
+        returned = iter(acted.observations())  # of the turns with an action, in order
+        for row, parsed in acted.turns:
+            trajectory = live[row].trajectory
             if parsed.action is None:
                 observation = Observation(form.invalid(parsed.problem))
             else:
@@ -187,6 +236,7 @@ class _Loop:
                 trajectory.prediction = parsed.argument if observation.end == "answer" else None
             elif len(trajectory.turns) == self.max_turns:
                 trajectory.finish = "max_turns"
+        return [row for row, _ in acted.turns]
 
     def _record(self, unfinished: _Unfinished, output: TurnOutput) -> protocol.Turn:
         """Append what was written, parse it, and note the turn."""

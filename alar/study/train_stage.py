@@ -24,14 +24,14 @@ import yaml
 from alar.domains import catalogue
 from alar.model import load, save
 from alar.model.outline import outline
-from alar.records import read_trajectories
+from alar.records import iterate_trajectories
 from alar.rollout.codec import Codec
 from alar.study import params
 from alar.study.params.notebooks import declared_parameters
 from alar.study.stage import in_repository, open_stage, repository
 from alar.train.config import Aasd, Supervised, Warmup
 from alar.train.distributed import leave, num_processes, rank
-from alar.train.examples import Example, aasd_examples, at_most, warmup_examples
+from alar.train.examples import Example, aasd_examples, at_most, warmup_examples, with_prompt
 from alar.train.supervised import train
 
 # stage → (stage, folder) of the model that the training starts from
@@ -68,7 +68,7 @@ def parameters_of_study(stage: str, file: str) -> dict[str, Any]:
 
 
 def examples_of(stage: str, values: dict[str, Any], traces: Path, codec: Codec) -> list[Example]:
-    trajectories = read_trajectories(traces)
+    trajectories = [with_prompt(trace, codec) for trace in iterate_trajectories(traces)]
     supervision = values["supervision" if stage == "03_aasd" else "aasd_supervision"]
     conclusions = None
     if supervision == "labels":
@@ -114,7 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         model, tokenizer = load(folder, num_latent=num_latent, device="cpu")
         weights = None
-    codec = Codec.of(model, tokenizer, catalogue.of(values["domain"]).form)
+    world = catalogue.of(values["domain"])
+    form = world.prompted(values["rollout_student_prompt"], tokenizer)
+    codec = Codec.of(model, tokenizer, form)
     traces = run_dir / "02_teacher_traces" / "traces.jsonl"
     examples = examples_of(name, values, traces, codec)
     config = CONFIGS[name].of(values)  # checked types and ranges

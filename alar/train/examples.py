@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
+from alar import protocol
 from alar.records import Origin, Trajectory
 from alar.rollout.codec import Codec
 
+T = TypeVar("T")
 NO_LOSS = -100  # the label that PyTorch's cross-entropy leaves out
 
 # A chain of thought → what its steps conclude, in order; see `alar.domains.catalogue.Domain`.
@@ -84,7 +87,7 @@ def with_latent_turns(
             thoughts += thought_labels(concluded, codec)
         else:
             # Every token of the teacher's turn is learnt, tags that were forced on it included.
-            written = trajectory.ids[turn.start : turn.end]
+            written = _begun_alike(trajectory.ids[turn.start : turn.end], codec, first=number == 0)
             marks = [Origin.SAMPLED] * len(written)
         ids += written
         origins += marks
@@ -95,6 +98,42 @@ def with_latent_turns(
     for place, label in zip(positions, thoughts, strict=True):
         labels[place] = label
     return Example(ids, labels, sum(latent_turns))
+
+
+def _begun_alike(ids: list[int], codec: Codec, *, first: bool) -> list[int]:
+    """A text turn of the teacher that begins with its block as a latent turn does.
+
+    A teacher may open without the form's line breaks, or with its own. If only the latent turns had
+    the form's, then these, and not the open tag, would decide the mode.
+    """
+    opening = codec.trusted(codec.form.opening) if first else []
+    begun = len(opening)
+    if ids[:begun] == opening and codec.text(ids[begun:]).startswith(protocol.THINK_OPEN):
+        return ids
+    # The whole turn anew: a piece may hold both the white space and what follows it.
+    closing = codec.trusted(codec.form.closing)
+    closed = closing if closing and ids[-len(closing) :] == closing else []
+    return opening + codec.untrusted(codec.text(ids).lstrip()) + closed
+
+
+def with_prompt(trajectory: Trajectory, codec: Codec) -> Trajectory:
+    """The trajectory behind the prompt of the codec's form: the student's in place of the
+    teacher's."""
+    prompt = codec.encode(codec.form.prompt(trajectory.question))
+    old = trajectory.turns[0].start
+    if prompt == trajectory.ids[:old]:
+        return trajectory
+    shift = len(prompt) - old
+    turns = [
+        replace(turn, start=turn.start + shift, end=turn.end + shift) for turn in trajectory.turns
+    ]
+    return replace(
+        trajectory,
+        ids=prompt + trajectory.ids[old:],
+        origins=[int(Origin.PROMPT)] * len(prompt) + trajectory.origins[old:],
+        logprobs=[float("nan")] * len(prompt) + trajectory.logprobs[old:],
+        turns=turns,
+    )
 
 
 def aasd_examples(
@@ -138,11 +177,11 @@ def warmup_examples(
     return examples
 
 
-def at_most(examples: Sequence[Example], count: int, seed: int) -> list[Example]:
-    """`count` of the examples, drawn at random; all if there are no more, or if `count` is 0."""
-    if count == 0 or count >= len(examples):
-        return list(examples)
-    return random.Random(seed).sample(examples, count)
+def at_most(items: Sequence[T], count: int, seed: int) -> list[T]:
+    """`count` of the items, drawn at random; all if there are no more, or if `count` is 0."""
+    if count == 0 or count >= len(items):
+        return list(items)
+    return random.Random(seed).sample(items, count)
 
 
 def successful(trajectories: Sequence[Trajectory]) -> list[Trajectory]:

@@ -30,6 +30,8 @@ published_sizes = {
 
 EVALUATION_SPLITS = ("test", "dev", "train")  # the first that a set has
 ANSWER_FIELDS = ("golden_answers", "answers", "answer")  # the first that a row has
+# All that is read of a row.
+COLUMNS = (*ANSWER_FIELDS, "question", "id", "_id", "data_source", "type", "prompt")
 
 
 class DatasetError(ValueError):
@@ -47,14 +49,17 @@ def load_questions(
     So it keeps always the same ones, and a smaller sample is part of a larger one.
 
     Question ids start with the name of the set or file, and `type` is that name unless a file has a
-    `type` of its own. So several sets can be evaluated together. Raises DatasetError.
+    `type` of its own. So several sets can be evaluated together. Chat messages in a column `prompt`
+    are kept in `details`. Raises DatasetError.
     """
     name = str(source)
     if name in published_sizes:
         splits = (split,) if split else EVALUATION_SPLITS
         questions = _from_rows(hub_rows(str(hub or FLASHRAG), name, splits), name)
     elif name in ("nq_hotpotqa_train", SEARCH_R1_TRAIN):
-        rows = hub_rows(str(hub or SEARCH_R1_TRAIN), None, (split or "train",))
+        # Its splits hold different structs in `metadata`. The library `datasets` casts all of them
+        # to that of the first one and fails, so one split's file is read, without that column.
+        rows = read_rows(hub_file(str(hub or SEARCH_R1_TRAIN), f"{split or 'train'}.parquet"))
         questions = _from_rows(rows, "nq_hotpotqa_train")
     elif Path(source).is_file():
         questions = _from_rows(read_rows(Path(source)), Path(source).stem)
@@ -64,6 +69,22 @@ def load_questions(
     if limit < 0:
         raise ValueError(f"limit must be 0 (all) or positive, got {limit}")
     return fixed_sample(questions, limit) if limit else questions
+
+
+def hub_file(hub: str, name: str) -> Path:
+    """A file of the hub's set, or of a clone in the folder `hub`; downloaded once."""
+    if Path(hub).is_dir():
+        return Path(hub) / name
+    import huggingface_hub  # only here: local files need no client of the hub
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(hub, name, repo_type="dataset"))
+    except (huggingface_hub.errors.HfHubHTTPError, OSError, ValueError) as error:
+        raise DatasetError(
+            f"{hub}: {name} cannot be fetched: {type(error).__name__}: {error}\nOn a machine with a"
+            f" network: hf download {hub} {name} --repo-type dataset; or give the set as a JSONL or"
+            " Parquet file"
+        ) from error
 
 
 def hub_rows(hub: str, config: str | None, splits: Sequence[str]) -> Iterator[tuple[str, dict]]:
@@ -96,14 +117,19 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict]]:
         import pyarrow  # only here: JSON lines do not need it
         import pyarrow.parquet
 
+        row = 0
         try:
-            table = pyarrow.parquet.read_table(path)
+            file = pyarrow.parquet.ParquetFile(path)
+            # Other columns may be large: HotpotQA's `metadata` has ten passages a question.
+            columns = [name for name in file.schema_arrow.names if name in COLUMNS]
+            for batch in file.iter_batches(columns=columns or None):
+                for record in batch.to_pylist():
+                    row += 1
+                    yield f"{path}, row {row}", record
         except (pyarrow.ArrowInvalid, OSError) as error:
             raise DatasetError(
                 f"{path}: not a readable Parquet file ({error}); fetch it again"
             ) from error
-        for row, record in enumerate(table.to_pylist(), start=1):
-            yield f"{path}, row {row}", record
         return
     if path.suffix not in (".jsonl", ".json"):
         raise DatasetError(f"{path}: unknown kind of file {path.suffix!r}: give .jsonl or .parquet")
@@ -153,8 +179,26 @@ def _question(record: dict, name: str, number: int, where: str) -> Question:
     kind = record.get("type")
     if not isinstance(kind, str) or not kind:
         kind = origin
-    answers = _answers(record, where)
-    return Question(f"{origin}/{identity}", text.strip(), answers, type=kind)
+    answers, details = _answers(record, where), _messages(record, where)
+    return Question(f"{origin}/{identity}", text.strip(), answers, type=kind, details=details)
+
+
+def _messages(record: dict, where: str) -> str:
+    """The row's own chat messages as JSON, "" if it has none. Search-R1's data have them in the
+    column `prompt`; in other sets a text may stand there, which is no chat."""
+    prompt = record.get("prompt")
+    if not isinstance(prompt, list) or not prompt:
+        return ""
+    messages = []
+    for message in prompt:
+        role = message.get("role") if isinstance(message, dict) else None
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise DatasetError(
+                f"{where}: prompt: expected messages with role and content, got {message!r:.80}"
+            )
+        messages.append({"role": role, "content": content})
+    return json.dumps({"messages": messages}, ensure_ascii=False)
 
 
 def _answers(record: dict, where: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from alar import protocol
+from alar.domains.search.client import HTTPRetriever
 from alar.domains.search.corpus import Hit, RetrievalError
 from alar.domains.search.metrics import exact_match
 from alar.domains.search.retriever import Searcher, open_retriever
@@ -16,6 +17,9 @@ from alar.domains.search.world import world
 from alar.records import Observation, Question, Trajectory
 
 MAX_CHARACTERS = 500  # of a passage that the policy reads, as in ALAR's evaluation
+# Searches under way at a server, which puts them into one batch. More would leave more of the
+# engine's slots empty: the trajectories of a search wait in theirs.
+SEARCHES_AHEAD = 3
 
 
 @lru_cache(maxsize=8)  # an index takes 16 MB, and questions of one world come together
@@ -38,6 +42,8 @@ class SearchEnvironment:
         self.searcher = searcher
         self.topk = topk
         self.source = source
+        # A search in this process would only take the cores that write the turns.
+        self.ahead = SEARCHES_AHEAD if isinstance(searcher, HTTPRetriever) else 0
 
     def observe(self, steps: Sequence[tuple[Question, protocol.Turn]]) -> list[Observation]:
         # One search for all questions of a world: encoding is cheaper for many queries at once.

@@ -17,7 +17,7 @@ from alar.domains.tool.requests import ToolRequest, request_of
 from alar.domains.tool.toolmind import SUCCESS, dense_score, expected_calls
 from alar.records import Observation, Question, Trajectory
 
-JUDGES = ("official", "toolmind")
+JUDGES = ("official", "toolmind", "toolmind-match")
 MALFORMED_SCORE = -0.2  # what ToolMind's score takes off when not all calls match
 
 
@@ -26,9 +26,10 @@ class ToolEnvironment:
 
     `judge` is "official", BFCL's checker, or "toolmind", the score that decides which of ToolMind's
     teacher rollouts are kept. The latter forgives further arguments and differences between JSON
-    types, and it gives trajectories a grade, which the reward uses. `execute=False` is for requests
-    about functions that nobody here can run (BFCL, ToolMind). A trajectory then ends with its first
-    calls, as in BFCL's single-turn categories.
+    types, and it gives trajectories a grade, which the reward uses. "toolmind-match" is the same
+    without the grade: only a full match counts, as in ALAR's released reward. `execute=False` is
+    for requests about functions that nobody here can run (BFCL, ToolMind). A trajectory then ends
+    with its first calls, as in BFCL's single-turn categories.
     """
 
     form = TOOL
@@ -53,7 +54,7 @@ class ToolEnvironment:
 
     def grade(self, trajectory: Trajectory) -> float | None:
         """The dense score as a share of a full match's. None if only right and wrong count."""
-        return None if self.judge == "official" else toolmind_score(trajectory) / SUCCESS
+        return toolmind_score(trajectory) / SUCCESS if self.judge == "toolmind" else None
 
     def _respond(self, request: ToolRequest, turn: protocol.Turn) -> str:
         calls, problem = parse_calls(turn.argument)

@@ -120,15 +120,21 @@ def _turn_problem(action: str | None, argument: str, outside: str, tag: str) -> 
 
 
 class ToolForm:
-    """The template for the agent loop. The policy itself ends its turns, with `<|im_end|>`."""
+    """The template for the agent loop. The policy itself ends its turns, with `<|im_end|>`.
+
+    `instruction` is a system message for every request, before the request's own.
+    """
 
     opening = ""  # no text stands before the first block
     closing = Trusted("<|im_end|>")
 
+    def __init__(self, instruction: str = ""):
+        self.instruction = instruction
+
     def prompt(self, question: Question) -> Sequence[str]:
         request = request_of(question)
         messages = list(request.messages)
-        system = []
+        system = [self.instruction] if self.instruction else []
         if messages and messages[0]["role"] == "system":
             system.append(messages.pop(0)["content"])  # the functions follow in the same message
         if request.functions:

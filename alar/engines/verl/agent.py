@@ -27,6 +27,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from alar.domains import catalogue
+from alar.domains.prompts import EMBEDDED_PROMPT
 from alar.engines.verl.data import question_of
 from alar.engines.verl.rollout import RemoteEngine, server_name
 from alar.engines.verl.settings import Job
@@ -35,7 +36,7 @@ from alar.records import Environment, Origin, Question, Trajectory
 from alar.rl.summary import TrajectorySummary
 from alar.rollout.codec import Codec
 from alar.rollout.engine import Sampling
-from alar.rollout.loop import run
+from alar.rollout.loop import run, with_form
 
 logger = logging.getLogger(__name__)
 
@@ -108,14 +109,13 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.job = Job.from_json(OmegaConf.to_container(self.config.alar, resolve=True))
-        self.retrieval = dict(self.job.environment)  # settings of the environment, less `domain`
+        self.retrieval = dict(self.job.environment)  # settings of the environment alone
         self.domain = catalogue.of(self.retrieval.pop("domain", "search"))
+        prompt = self.retrieval.pop("prompt", EMBEDDED_PROMPT)
+        self.form = self.domain.prompted(prompt, self.tokenizer)
         self.environment: Environment | None = None  # made with the first prompts
         self.codec = Codec(
-            self.tokenizer,
-            self._latent("num_latent"),
-            self._latent("latent_token_id"),
-            self.domain.form,
+            self.tokenizer, self._latent("num_latent"), self._latent("latent_token_id"), self.form
         )
 
     def _latent(self, name: str):
@@ -176,7 +176,7 @@ class LatentAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         reward, sampler = job.strategy.reward, job.strategy.sampler
         if self.environment is None:
             plain = self.domain.environment(questions, **self.retrieval)
-            self.environment = reward.environment(plain)
+            self.environment = reward.environment(with_form(plain, self.form))
         if validate:
             temperature, modes, seed, first_row = 0.0, reward.modes, 0, 0  # greedy
         else:

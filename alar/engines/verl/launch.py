@@ -116,8 +116,9 @@ def verl_job(
 ) -> Job:
     """A job on all GPUs of this machine and of `rl.nodes` like it, or in one CPU process.
 
-    It writes the prompts to `folder`. `environment` gives the `domain` and the settings of its
-    environment (`alar.domains.catalogue`). `engine` is "hf", the in-process engine, or "vllm".
+    It writes the prompts to `folder`. `environment` gives the `domain`, the source of its `prompt`
+    and the settings of its environment (`alar.domains.catalogue`). `engine` is "hf", the in-process
+    engine, or "vllm".
     `limits` are `max_turns`, `max_new_tokens` and `batch_size`, as `ARGRPO` takes them. Raises
     ValueError for questions that the strategy cannot ask or reward, and for a checkpoint with its
     own codec, because verl's log-probs do not know its constraint.

@@ -53,9 +53,9 @@ def require_verl() -> None:
 class Job:
     """All that verl's processes need to know, as `job.json` holds it.
 
-    `environment` gives the domain and the settings of its environment. `rollout` is "alar_hf", the
-    in-process engine on CPUs, or "alar_vllm". `overrides` are keys of verl's own configuration.
-    Raises ValueError for a job that verl cannot run.
+    `environment` gives the domain, its prompt and the settings of its environment. `rollout` is
+    "alar_hf", the in-process engine on CPUs, or "alar_vllm". `overrides` are keys of verl's own
+    configuration. Raises ValueError for a job that verl cannot run.
     """
 
     model: str  # the checkpoint folder that the policy starts from

@@ -111,14 +111,21 @@ def hub_set(what: str, hub: str, config: str, load: str) -> Finding:
     )
 
 
+def hub_dataset_file(what: str, hub: str, file: str) -> Finding:
+    """Finding on one file of a data set in the hub's cache."""
+    text, cache = f"{what} ({hub})", Path(constants.HF_HUB_CACHE)
+    if isinstance(try_to_load_from_cache(hub, file, repo_type="dataset"), str):
+        return Finding("data", text)
+    fetch = f"hf download {hub} {file} --repo-type dataset"
+    return Finding("data", f"{text}: not in the cache {cache}", fetch, SET_BYTES, cache)
+
+
 def question_sets(names: Iterable[str]) -> Iterator[Finding]:
     """Findings on those of `names` that are published sets of the search domain."""
     for name in dict.fromkeys(names):
         load = f"from alar.domains.search.datasets import load_questions; load_questions('{name}')"
         if name == TRAINING_SET:
-            yield hub_set(
-                f"question set {name} ({SEARCH_R1_TRAIN})", SEARCH_R1_TRAIN, "default", load
-            )
+            yield hub_dataset_file(f"question set {name}", SEARCH_R1_TRAIN, "train.parquet")
         elif name in published_sizes:
             what = f"question set {name} ({FLASHRAG}, {published_sizes[name]:,} questions)"
             yield hub_set(what, FLASHRAG, name, load)

@@ -329,7 +329,8 @@ def _resolve_locations(experiment: Experiment, root: Path) -> tuple[Experiment, 
                 continue
             resolved = []
             for entry in value if isinstance(value, list) else [value]:
-                looks_like_path = entry.startswith((".", "/", "~")) or entry.endswith(DATA_FILES)
+                files = (*DATA_FILES, ".txt")  # a prompt is a text file
+                looks_like_path = entry.startswith((".", "/", "~")) or entry.endswith(files)
                 named = kind == "location" or looks_like_path
                 candidates = [Path(entry).expanduser(), root / entry]  # current folder first
                 found = [place for place in candidates if place.exists()]

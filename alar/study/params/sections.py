@@ -99,16 +99,25 @@ class Model(Section):
 
 
 class Rollout(Section):
+    """Prompts are described in `alar.domains.prompts`."""
+
     engine: Literal["hf", "vllm"] = "hf"
     batch_size: Count = 256
     max_turns: Count = 6
     max_new_tokens: Count = 128
+    prompt: LocationOrName = "embedded"  # of the base: "embedded", "messages" or a text file
+    student_prompt: LocationOrName = "embedded"  # of the latent models
 
 
 class Teacher(Section):
     questions: Count = 7200
     worlds: Count = 96
     temperature: Annotated[float, Field(ge=0)] = 1.0
+    max_turns: CountOrNone = 0  # 0 = rollout.max_turns
+    max_new_tokens: CountOrNone = 0  # of a turn; 0 = rollout.max_new_tokens
+    model: LocationOrName = ""  # another teacher with the base's tokenizer; "" = the base
+    # "drop": a search for what the search before it asked is no part of a trace.
+    repeated_queries: Literal["keep", "drop"] = "keep"
     # JSONL with question and answers, or a published set's name; "" = the embedded world.
     questions_file: LocationOrName = ""
     # Who judges the tool domain's traces; "toolmind" keeps those that score 1.5 or more.
