@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-
 AT_ONCE = 2**23  # probabilities that are summed at a time: 64 MiB in float64
 
 
@@ -26,9 +25,7 @@ def inverse_cdf(
     ranked = bool((nucleus < 1.0).any())
     count, vocabulary = probabilities.shape
     rows = max(1, AT_ONCE // vocabulary)
-    parts = zip(
-        probabilities.split(rows), draws.split(rows), nucleus.expand(count, 1).split(rows)
-    )
+    parts = zip(probabilities.split(rows), draws.split(rows), nucleus.expand(count, 1).split(rows))
     return torch.cat([_inverse_cdf(*part, ranked) for part in parts])
 
 
