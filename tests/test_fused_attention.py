@@ -202,7 +202,7 @@ def test_other_lengths_do_not_compile_the_kernel_again(random_model, monkeypatch
     fuse(monkeypatch, compiled)
     model = make(random_model)
     counts = []
-    for number in range(12):
+    for number in range(8):
         layouts = [(30 + 71 * number + 7 * row, (3, 17)[: row + 1]) for row in range(3)]
         ids, mask, _ = batch_of(model, layouts, "right", seed=number)
         model.latent_states(ids, mask).hidden.sum().backward()
