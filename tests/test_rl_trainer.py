@@ -61,8 +61,8 @@ class Given(Reward):
         return [self.values[n % len(self.values)] for n in range(len(summaries))]
 
 
-def make(random_model, folder, *, reward=None, **changes) -> ARGRPO:
-    model, tokenizer = random_model()
+def make(random_model, folder, *, reward=None, dtype="float32", **changes) -> ARGRPO:
+    model, tokenizer = random_model(dtype=dtype)
     config = changed(**changes)
     strategy = ar_grpo(config)
     if reward is not None:
@@ -260,6 +260,26 @@ def test_lora_trains_adapters_and_returns_a_plain_model(random_model, tmp_path):
     names = {name for name, p in random_model()[0].named_parameters()}
     trained = trainer.fit(lambda row: None)
     assert {name for name, _ in trained.named_parameters()} == names
+
+
+@pytest.mark.parametrize("returned, kept", [("best", 2), ("last", 3)])
+def test_the_asked_weights_are_returned_and_decay_reaches_the_optimizer(
+    random_model, tmp_path, monkeypatch, returned, kept
+):
+    trainer = make(
+        random_model, tmp_path, weight_decay=0.25, returned_weights=returned, validation_every=1
+    )
+    assert {group["weight_decay"] for group in trainer.optimizer.param_groups} == {0.25}
+    rewards = iter([0.1, 0.9, 0.5])  # of the three steps' validation
+    monkeypatch.setattr(trainer, "validate", lambda: {"validation_reward": next(rewards)})
+    after = {}  # step → weights
+
+    def keep(row):
+        after[row["step"]] = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+
+    model = trainer.fit(log=keep)
+    assert all(torch.equal(p, after[kept][name]) for name, p in model.named_parameters())
+    assert any(not torch.equal(after[2][name], after[3][name]) for name in after[2])
 
 
 def test_outcomes_count_parsed_turns(rolled):

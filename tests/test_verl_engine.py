@@ -57,8 +57,19 @@ def test_gradients_and_one_sgd_step_equal_the_single_process_trainer(results, ca
     assert found["same_weights_train"]
     assert found["projector_trains"] == case.endswith("recomputed")
     assert found["gradient"] <= 1e-5
+    assert set(found["weight_decay"]) == {0.1}
     assert found["update"] <= 1e-5
     assert found["weights"] <= 1e-6
+
+
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_exist_of_a_few_scored_tokens_at_a_time(results, case):
+    """In log-probs of policy and reference, entropies and the update."""
+    found = results[case]
+    assert found["most_logits"] == 16 and found["tokens"] > found["scored"] > 4 * 16
+    low, high = found["entropy_where_scored"]
+    assert 0 < low <= high <= 8.1 and found["entropy_elsewhere"] == 0  # ln 3056 = 8.02
 
 
 @pytest.mark.timeout(1300)
@@ -76,6 +87,21 @@ def test_both_report_the_same_loss_and_kl(results, case):
 def test_verl_s_checkpoint_resumes_exactly_and_ours_holds_the_whole_policy(results, case):
     assert results[case]["resumed_equal"] and results[case]["resumed_rate"]
     assert results[case]["exported"] <= 1e-6
+
+
+@pytest.mark.timeout(1300)
+def test_a_bfloat16_checkpoint_trains_over_float32_shards_and_a_float32_projector(results):
+    found = results["half"]
+    assert found["layer"] == ["torch.bfloat16", "torch.bfloat16"]
+    assert found["projector"] == ["torch.float32", "torch.float32"]
+    assert found["shards"] == ["torch.float32"] and found["log_probs"] == "torch.float32"
+    print(found["ratio_errors"])
+    # Logits of this trained base reach 32, where bfloat16 knows every eighth: the two sides of a
+    # ratio are rounded apart by up to a quarter, on average by far less.
+    errors = found["ratio_errors"]
+    assert max(errors) <= 0.5 and sum(errors) / len(errors) <= 0.05
+    for name, dtype in found["exported"].items():
+        assert dtype == ("torch.float32" if ".projector." in name else "torch.bfloat16"), name
 
 
 @pytest.mark.timeout(1300)

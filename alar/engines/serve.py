@@ -36,8 +36,8 @@ from alar.engines.vllm.checks import (
     EngineRefused,
     require_entry_point,
     require_vllm,
-    stored_dtype,
 )
+from alar.model.dtype import stored_dtype
 
 SET_HERE = {  # option of vLLM's server → its value
     "--scheduler-cls": SCHEDULERS[True],

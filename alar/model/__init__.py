@@ -6,6 +6,7 @@ and `latent_llama` with transformers' Auto classes.
 """
 
 from alar.model.checkpoints import embedded, from_base, load, load_base, resolve, save
+from alar.model.dtype import resolved_dtype, stored_dtype
 from alar.model.families import (
     LatentLlamaConfig,
     LatentLlamaForCausalLM,
@@ -30,5 +31,7 @@ __all__ = [
     "load_base",
     "plain_latent_states",
     "resolve",
+    "resolved_dtype",
     "save",
+    "stored_dtype",
 ]

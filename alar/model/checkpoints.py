@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from alar import protocol
+from alar.model.dtype import resolved_dtype
 from alar.model.families import FAMILIES, LatentOptions
 
 
@@ -55,11 +56,18 @@ def resolve(base: str | Path, domain: str = "search") -> str:
     return str(embedded(domain)) if str(base) == "embedded" else str(base)
 
 
-def load_base(base: str | Path, domain: str = "search"):
-    """(model, tokenizer) of an ordinary causal LM, in float32 on the CPU."""
+def _asked(dtype: torch.dtype | str | None) -> torch.dtype | str:
+    """`dtype` in transformers' words: None is "auto" there, as stored."""
+    if dtype is None:
+        return "auto"
+    return resolved_dtype(dtype) if isinstance(dtype, str) else dtype
+
+
+def load_base(base: str | Path, domain: str = "search", *, dtype: torch.dtype | str | None = None):
+    """(model, tokenizer) of an ordinary causal LM on the CPU. `dtype`: see `from_base`."""
     source = resolve(base, domain)
     with _quiet():
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=_asked(dtype))
     return model.eval(), AutoTokenizer.from_pretrained(source)
 
 
@@ -85,14 +93,14 @@ def from_base(
     num_latent: int = 4,
     seed: int = 0,
     domain: str = "search",
-    dtype: torch.dtype | str = torch.float32,
+    dtype: torch.dtype | str | None = None,
     **projector_options,
 ) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
     """(latent model, tokenizer) from an ordinary model, whose weights stay as they are.
 
     The projector is new and drawn with `seed`. `<|latent|>` takes the first spare row of the
-    embedding table. `dtype` is that of the trunk ("auto": as stored). The projector is always
-    float32. `projector_options` are fields of `LatentOptions`.
+    embedding table. `dtype` is that of the trunk: None as stored, or a value of `model.dtype`. The
+    projector is always float32. `projector_options` are fields of `LatentOptions`.
 
     Raises ValueError for K outside 0 to 16, for an architecture without a latent version, and for
     an embedding table without a spare row.
@@ -133,7 +141,7 @@ def from_base(
     torch.manual_seed(seed)
     with _quiet():
         model, info = model_class.from_pretrained(
-            source, config=config, dtype=dtype, output_loading_info=True
+            source, config=config, dtype=_asked(dtype), output_loading_info=True
         )
     # A base has no projector, so only the projector's weights may be missing.
     stray = [key for key in info["missing_keys"] if ".projector." not in key]
@@ -207,36 +215,52 @@ def usual_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load(
-    folder: str | Path,
-    *,
-    num_latent: int | None = None,
-    dtype: torch.dtype | str = torch.float32,
-    device: torch.device | str | None = None,
-) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
-    """(model, tokenizer) of a checkpoint folder, latent or ordinary, ready for inference.
-
-    `device` is `usual_device()` by default. `dtype` is that of the trunk ("auto": as stored). The
-    projector is always float32. `num_latent`, if given, must be the K of the checkpoint. Raises
-    FileNotFoundError if there is no checkpoint, and ValueError for another K or missing weights.
-    """
+def check_folder(folder: str | Path) -> Path:
+    """The folder as a path. FileNotFoundError if it holds no checkpoint."""
     folder = Path(folder)
     if not (folder / "config.json").exists():
         raise FileNotFoundError(
             f"{folder}: no checkpoint here (no config.json); run the stage that writes it first"
         )
-    with _quiet():
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True
-        )
-    missing = sorted(info["missing_keys"])  # transformers has filled these in at random
-    if missing:
-        only_projector = all("projector" in key for key in missing)
-        what = "the projector" if only_projector else f"weights ({missing[0]}, …)"
-        raise ValueError(f"{folder}: {what} missing from the checkpoint; save the model again")
+    return folder
+
+
+def missing_weights(folder: Path, names: list[str]) -> ValueError:
+    only_projector = all("projector" in name for name in names)
+    what = "the projector" if only_projector else f"weights ({names[0]}, …)"
+    return ValueError(f"{folder}: {what} missing from the checkpoint; save the model again")
+
+
+def check_num_latent(model: torch.nn.Module, num_latent: int | None, folder: Path) -> None:
+    """ValueError if `num_latent` is given and not the K of the model."""
     found = getattr(model.config, "num_latent", None)  # None for an ordinary model
     if num_latent is not None and found != num_latent:
         raise ValueError(
             f"{folder}: the checkpoint has K = {found}, but K = {num_latent} was asked for"
         )
+
+
+def load(
+    folder: str | Path,
+    *,
+    num_latent: int | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
+    """(model, tokenizer) of a checkpoint folder, latent or ordinary, ready for inference.
+
+    `device` is `usual_device()` by default. `dtype` is that of the trunk: None as stored, or a
+    value of `model.dtype`. The projector is always float32. `num_latent`, if given, must be the K
+    of the checkpoint. Raises FileNotFoundError if there is no checkpoint, and ValueError for
+    another K or missing weights.
+    """
+    folder = check_folder(folder)
+    with _quiet():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=_asked(dtype), output_loading_info=True
+        )
+    missing = sorted(info["missing_keys"])  # transformers has filled these in at random
+    if missing:
+        raise missing_weights(folder, missing)
+    check_num_latent(model, num_latent, folder)
     return model.eval().to(device or usual_device()), AutoTokenizer.from_pretrained(folder)

@@ -3,8 +3,9 @@
     z₁ = f(h₀),  z_{k+1} = f(h_k)          (arXiv 2606.02871 and its released code)
     f  = Dropout → Linear(d→p) → GELU → Linear(p→d) → LayerNorm
 
-Its weights are float32 whatever the dtype of the trunk, also after `model.to(torch.bfloat16)`: in
-bfloat16 a LayerNorm gain of 1 cannot move at a learning rate of 1e-4.
+Its weights and products are float32 whatever the dtype of the trunk, also after
+`model.to(torch.bfloat16)`: in bfloat16 a LayerNorm gain of 1 cannot move at a learning rate of
+1e-4.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class LatentProjector(_Float32):
     ) -> Float[Tensor, "rows hidden"]:
         """f(h) in the dtype of `hidden`. This f is the same for every `step` (k, 0-based)."""
         x = hidden.to(self.up.weight.dtype)
-        y = self.down(nn.functional.gelu(self.up(self.dropout(x))))  # (rows, hidden)
+        # verl trains under autocast, which would compute both products in bfloat16.
+        with torch.autocast(hidden.device.type, enabled=False):
+            y = self.down(nn.functional.gelu(self.up(self.dropout(x))))  # (rows, hidden)
         y = self.norm(x + y if self.residual else y)
         return (y * self.scale).to(hidden.dtype)
 

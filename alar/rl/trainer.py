@@ -28,6 +28,7 @@ from alar.rollout.engine import Sampling
 from alar.rollout.hf import HFEngine, policy_logits
 from alar.rollout.loop import ModePlan, run
 from alar.rollout.modes import latent_probabilities
+from alar.train.masters import keep_masters
 from alar.train.resume import load_state, save_state
 from alar.train.supervised import mark_trainable, merged
 
@@ -136,7 +137,9 @@ class ARGRPO:
         contradicts itself and for fewer questions than a step needs.
         """
         config.refuse_inconsistencies()
-        strategy.sampler.prompts(questions, 1)  # raises here rather than in the first step
+        # These raise here rather than in the first step.
+        strategy.sampler.prompts(questions, 1)
+        strategy.reward.require(questions)
         self.config, self.strategy, self.tokenizer = config, strategy, tokenizer
         self.environment = strategy.reward.environment(environment)
         self.questions, self.validation = list(questions), list(validation)
@@ -154,7 +157,9 @@ class ARGRPO:
             train_projector=config.train_projector,
         )
         weights = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=0.0)
+        self.optimizer = keep_masters(
+            torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=config.weight_decay)
+        )
         self.engine = self.make_engine(_base(self.model))
         unheeded = type(self).constrained is ARGRPO.constrained
         if self.engine.constraint is not None and unheeded:
@@ -221,17 +226,19 @@ class ARGRPO:
         modes: str | ModePlan,
         seed: int = 0,
     ) -> list[Trajectory]:
-        engine.reset()  # its caches belong to the weights before the last update
-        return run(
-            questions,
-            engine,
-            self.environment,
-            Sampling(self.max_new_tokens, temperature, stop=self.environment.stop),
-            modes=modes,
-            max_turns=self.max_turns,
-            batch_size=self.batch_size,
-            seed=seed,
-        )
+        try:
+            return run(
+                questions,
+                engine,
+                self.environment,
+                Sampling(self.max_new_tokens, temperature, stop=self.environment.stop),
+                modes=modes,
+                max_turns=self.max_turns,
+                batch_size=self.batch_size,
+                seed=seed,
+            )
+        finally:
+            engine.reset()  # its keys belong to these weights, and the update needs the memory
 
     def step(self) -> dict:
         """One update; returns its metrics."""
@@ -294,7 +301,7 @@ class ARGRPO:
         # Tokens that carry loss, over all parts.
         total = sum(sum(self.carries_loss(t)) for t in trajectories)
         sums = {"loss": 0.0, "kl": 0.0, "clip_fraction": 0.0, "ratio_error": 0.0}
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         for part in parts:
             batch = self.batch([trajectories[i] for i in part], [advantages[i] for i in part])
             batch = batch.to(self.engine.device)
@@ -349,7 +356,7 @@ class ARGRPO:
                 row |= self.validate()
                 if row["validation_reward"] > self.best:
                     self.best = row["validation_reward"]
-                    if self.strategy.reward.selects:
+                    if self.strategy.reward.selects and config.returned_weights == "best":
                         # On the CPU: on a GPU they would lie there until the training ends.
                         self.best_weights = {n: w.cpu() for n, w in self._trained().items()}
             self.rows.append(row)
@@ -366,6 +373,12 @@ class ARGRPO:
             name: p.detach().clone() for name, p in self.model.named_parameters() if p.requires_grad
         }
 
+    def _stepped(self) -> dict[str, Tensor]:
+        """Name → what the optimiser steps on: the trained weight, or its float32 master."""
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        (group,) = self.optimizer.param_groups
+        return dict(zip(names, group["params"], strict=True))
+
     def _settings(self) -> dict:
         """All that the numbers depend on. The strategy's `credit` replaces the config's."""
         limits = {
@@ -381,7 +394,7 @@ class ARGRPO:
             "best": self.best,
             "best_weights": self.best_weights,
             "rows": self.rows,
-            "weights": self._trained(),
+            "weights": {name: p.detach() for name, p in self._stepped().items()},
             "optimizer": self.optimizer.state_dict(),
         }
         save_state(self.folder, self._settings(), state)
@@ -394,6 +407,9 @@ class ARGRPO:
         self.done, self.best, self.rows = state["done"], state["best"], state["rows"]
         self.best_weights = state["best_weights"]
         self.model.load_state_dict(state["weights"], strict=False)
+        with torch.no_grad():
+            for name, weight in self._stepped().items():  # the masters, unrounded
+                weight.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         for row in self.rows:
             log(row)

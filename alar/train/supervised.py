@@ -1,7 +1,8 @@
 """Supervised training (AASD, mode warm-up) on transformers' Trainer: all weights, or LoRA.
 
 The projector is always trained in full, in float32. The result is an ordinary latent model, with
-LoRA merged. Under torchrun the weights are sharded over the processes (`alar.train.distributed`).
+LoRA merged, in the dtype in which it came. Under torchrun the weights are sharded over the
+processes (`alar.train.distributed`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from alar.model.outline import StoredWeights
 from alar.train.config import Supervised
-from alar.train.distributed import collect, num_processes, sharded_copy
+from alar.train.distributed import collect, num_processes, rank, sharded_copy
 from alar.train.examples import NO_LOSS, Example, SimilarBatches, collate
+from alar.train.masters import keep_masters
 
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # the published targets: attention only
 TRAINABLE = ("lora", "full", "rows", "lora+rows")
@@ -80,7 +83,8 @@ def merged(model):
 
 
 class SupervisedTrainer(Trainer):
-    """Trainer with batches of similar shape; the loss is the model's own."""
+    """Trainer with batches of similar shape and float32 master weights; the loss is the model's
+    own."""
 
     def __init__(self, *args, config: Supervised, **kwargs):
         super().__init__(*args, **kwargs)
@@ -96,6 +100,9 @@ class SupervisedTrainer(Trainer):
             processes=self.args.world_size,
         )
         return DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        return keep_masters(super().create_optimizer(model))
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if hasattr(model.config, "num_latent"):
@@ -157,14 +164,14 @@ def train(
     *,
     seed: int = 0,
     log: Callable[[dict], None] = print,
-    compute_dtype: torch.dtype | None = None,
+    weights: StoredWeights | None = None,
 ):
     """Train a model, latent or not, on `examples`; returns it, merged and in eval mode.
 
     ValueError for an example that is longer than the model's positions, because a cut could fall
     inside a latent block. ValueError also for an example without a token to learn. Under torchrun
-    every process calls this: they train one model, each gets all of it, and the first one logs.
-    `compute_dtype` is then what the trunk computes in (None: as stored).
+    every process calls this: they train one model, the first one logs and gets it, the others get
+    None. `weights` are those of a model that is an outline.
     """
     _check(examples, model.config.max_position_embeddings)
     torch.manual_seed(seed)  # for adapters and dropout
@@ -178,7 +185,7 @@ def train(
         arguments = _arguments(scratch, config, steps, processes, seed)
         trained = whole
         if processes > 1:
-            trained = sharded_copy(whole, arguments.device, compute_dtype)
+            trained = sharded_copy(whole, arguments.device, weights)
         trainer = SupervisedTrainer(
             trained,
             arguments,
@@ -191,6 +198,8 @@ def train(
         trainer.train()
     if trained is not whole:  # sharded: the copy holds the trained weights
         collect(trained, whole)
+        if rank() > 0:
+            return None
     return merged(whole).requires_grad_(True).eval()
 
 

@@ -4,13 +4,15 @@ nothing more.
 - Sequences travel packed in one row. `segment_ids` tells them apart, so that every z sees only its
   own sequence. The model's own weights recompute z, or z are fed as recorded (`rl.latents`) through
   verl's multi-modal inputs.
-- Probabilities are those of the rollout: the latent id and the spare rows after it have none.
+- Probabilities are those of the rollout: the latent id and the spare rows after it have none. Only
+  tokens that carry loss are scored, a part of them at a time (`alar.model.scoring`), so that no
+  logits of all tokens are ever made.
 - The projector is frozen or trained (`rl.train_projector`), with LoRA as well. It is an FSDP unit
-  of its own.
+  of its own, in float32.
 - The learning rate follows `learning_rate_at`, as in the single-process trainer.
 
-On GPUs the trunk and the projector compute in bfloat16 over float32 weights. That path is written
-but has not run yet.
+The shards are float32, the master weights. The trunk computes in the dtype of the checkpoint;
+bfloat16 has run on CPUs only, not yet on a GPU.
 """
 
 from __future__ import annotations
@@ -18,10 +20,15 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from jaxtyping import Bool
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
+from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.fsdp_utils import (
+    fsdp2_load_full_state_dict,
     merged_lora_context,
     normalize_peft_param_name,
     offload_fsdp_model_to_cpu,
@@ -31,10 +38,8 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from alar.engines.verl.settings import VENDOR
+from alar.model.scoring import UNSCORED
 from alar.rl.config import RLConfig, learning_rate_at
-
-# Logit of an id that cannot be chosen. Its exp is 0 in every dtype, and unlike −∞ it gives no NaN.
-EXCLUDED = -1e4
 
 
 @EngineRegistry.register(
@@ -58,16 +63,14 @@ class LatentFSDPEngine(FSDPEngineWithLMHead):
             or model_config.use_fused_kernels
         ):
             raise ValueError(
-                "latent models need use_remove_padding, without pad_to_length and without fused"
-                " kernels"
+                "latent models need use_remove_padding, without pad_to_length and without verl's"
+                " fused kernels"
             )
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def _build_module(self):
         module = super()._build_module()
-        projector = module.model.projector.requires_grad_(self.rl.train_projector)
-        units = module._no_split_modules or ()  # names of the classes that FSDP2 shards one by one
-        module._no_split_modules = [*units, type(projector).__name__]
+        module.model.projector.requires_grad_(self.rl.train_projector)
         return module
 
     def _build_lora_module(self, module):
@@ -77,6 +80,26 @@ class LatentFSDPEngine(FSDPEngineWithLMHead):
         return module
 
     def _build_fsdp_module(self, module):
+        """The model in verl's shards, and the projector in shards of its own.
+
+        verl computes all that it shards in one dtype, so it does not get to see the projector.
+        """
+        trunk = (module.get_base_model() if hasattr(module, "get_base_model") else module).model
+        projector, whole = trunk.projector, trunk.projector.state_dict()
+        del trunk.projector
+        module = self._build_fsdp_trunk(module)
+        fully_shard(
+            projector,
+            mesh=self.device_mesh,
+            reshard_after_forward=self.engine_config.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(),  # as stored, and verl loads float32
+        )
+        # The first rank has the weights; on others verl may have built the model without any.
+        fsdp2_load_full_state_dict(projector, whole, self.device_mesh)
+        trunk.projector = projector
+        return module
+
+    def _build_fsdp_trunk(self, module):
         if not self.engine_config.forward_only or get_device_name() != "cpu":
             return super()._build_fsdp_module(module)
         # verl moves a reference's weights to pinned memory, which needs an accelerator.
@@ -96,7 +119,14 @@ class LatentFSDPEngine(FSDPEngineWithLMHead):
         )
 
     def prepare_model_inputs(self, micro_batch):
+        # The form in which verl takes log-probs instead of logits. Its own kernels stay unused.
+        tu.assign_non_tensor(micro_batch, use_fused_kernels=True)
         inputs, arguments = super().prepare_model_inputs(micro_batch)
+        labels = inputs["shift_labels"]  # (1, tokens), at each position the next id
+        inputs["shift_labels"] = labels.masked_fill(~_carries_loss(micro_batch), UNSCORED)
+        inputs["calculate_entropy"] = tu.get_non_tensor_data(
+            micro_batch, "calculate_entropy", default=False
+        )
         lengths = micro_batch["input_ids"].offsets().diff()  # (B,) tokens of each sequence
         numbers = torch.arange(1, len(lengths) + 1, device=lengths.device)
         inputs["segment_ids"] = numbers.repeat_interleave(lengths)[None]  # (1, tokens)
@@ -108,15 +138,6 @@ class LatentFSDPEngine(FSDPEngineWithLMHead):
         else:
             inputs.pop("latents", None)
         return inputs, arguments
-
-    def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
-        reserved = self.model_config.hf_config.latent_token_id
-        logits = output.logits.float()  # (1, tokens, V)
-        choosable = torch.arange(logits.shape[-1], device=logits.device) < reserved
-        output.logits = logits.masked_fill(~choosable, EXCLUDED)
-        return super().prepare_model_outputs(
-            output, output_args, micro_batch, logits_processor_func
-        )
 
     def _merged_lora_per_tensor_param(self):
         """Whole weights with the adapters merged, in the dtype in which they are trained.
@@ -140,3 +161,14 @@ class LatentFSDPEngine(FSDPEngineWithLMHead):
         finally:
             if self._is_offload_param:
                 offload_fsdp_model_to_cpu(self.module)
+
+
+def _carries_loss(micro_batch) -> Bool[Tensor, "1 tokens"]:
+    """Whether the token after each position of the packed row is a response's that carries loss."""
+    ends = micro_batch["input_ids"].offsets()[1:].tolist()
+    mask = torch.zeros_like(micro_batch["input_ids"].values(), dtype=torch.bool)  # (tokens,)
+    # A response stands at the end of its sequence.
+    for end, response in zip(ends, micro_batch["response_mask"].unbind(), strict=True):
+        mask[end - len(response) : end] = response.bool()
+    # The first token of a sequence belongs to its prompt, so nothing moves into the one before.
+    return mask.roll(-1)[None]

@@ -26,6 +26,7 @@ ROOM = "alar.engines.verl"
 VENDOR = "alar"  # verl chooses an engine by device and vendor; ours is registered under this one
 GIGABYTE = 2**30
 ROLLOUTS = ("alar_hf", "alar_vllm")
+COMPUTED = {"float32": "fp32", "bfloat16": "bf16"}  # a checkpoint's dtype → verl's word for it
 
 
 class VerlUnavailable(RuntimeError):
@@ -165,7 +166,9 @@ def hydra_values(job: Job) -> dict[str, Any]:
     The batch of a step is one mini-batch, cut into `gradient_accumulation` micro-batches. Raises
     ValueError if the rollouts of a step do not divide over the processes.
     """
-    from alar.train.supervised import LORA_TARGETS  # brings transformers' Trainer along
+    # Here, because they bring transformers along.
+    from alar.model.dtype import stored_dtype
+    from alar.train.supervised import LORA_TARGETS
 
     rl, sampler, loss = job.rl, job.strategy.sampler, job.strategy.loss
     world = job.workers * rl.nodes  # training processes in all
@@ -178,10 +181,15 @@ def hydra_values(job: Job) -> dict[str, Any]:
     # Rollouts that one process takes in one micro-batch, rounded up.
     micro = max(1, -(-rollouts // world // rl.gradient_accumulation))
     on_gpu = job.gpus > 0
-    compute = "bf16" if on_gpu else "fp32"
+    dtype = stored_dtype(job.model)  # as every other engine does
+    if dtype not in COMPUTED:
+        raise ValueError(
+            f"{job.model} is stored in {dtype}; verl trains what is stored in"
+            f" {' or '.join(COMPUTED)}: set model.dtype and run notebook 01 again"
+        )
     root = "actor_rollout_ref"
     actor, rollout, model, ref = f"{root}.actor", f"{root}.rollout", f"{root}.model", f"{root}.ref"
-    precision = {"param_dtype": compute, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    precision = {"param_dtype": COMPUTED[dtype], "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     longest = job.max_turns * job.max_new_tokens  # tokens; verl's limit of a response
     values = {
         "algorithm.adv_estimator": "grpo",
@@ -226,8 +234,10 @@ def hydra_values(job: Job) -> dict[str, Any]:
         f"{actor}.kl_loss_coef": rl.kl_coefficient,
         f"{actor}.kl_loss_type": "low_var_kl",  # the low-variance estimator of AR-GRPO
         f"{actor}.optim.lr": rl.learning_rate,
-        f"{actor}.optim.weight_decay": 0.0,
+        f"{actor}.optim.weight_decay": rl.weight_decay,
         f"{actor}.optim.clip_grad": 1.0,
+        # Loaded in float32: these are the master weights, which AdamW steps on. They compute, and
+        # are rolled out and exported, in the dtype of the checkpoint.
         f"{actor}.fsdp_config.model_dtype": "fp32",
         f"{actor}.fsdp_config.use_torch_compile": False,
         f"{actor}.fsdp_config.mixed_precision": dict(precision),
@@ -237,6 +247,7 @@ def hydra_values(job: Job) -> dict[str, Any]:
         f"{ref}.fsdp_config.mixed_precision": dict(precision),
         f"{ref}.use_torch_compile": False,
         f"{rollout}.name": job.rollout,
+        f"{rollout}.dtype": dtype,
         f"{rollout}.n": sampler.group_size,
         f"{rollout}.val_kwargs.n": 1,
         f"{rollout}.temperature": rl.temperature,
@@ -308,6 +319,8 @@ def refuse_wrong(config) -> None:
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     cut = [part.get("ulysses_sequence_parallel_size", 1) for part in (actor, actor.fsdp_config)]
     mode, batch = config.trainer.v1.trainer_mode, config.data.train_batch_size
+    sync = config.actor_rollout_ref.rollout.get("checkpoint_engine", {})
+    bucket = sync.get("update_weights_bucket_megabytes", 1)
     one_update = actor.ppo_mini_batch_size == batch and actor.get("ppo_epochs", 1) == 1
     wrong = {  # problem and remedy → whether it is present
         "sequence parallelism cuts latent blocks: set ulysses_sequence_parallel_size to 1, use more"
@@ -315,7 +328,7 @@ def refuse_wrong(config) -> None:
         f"actor.strategy {actor.strategy}: the latent engine is FSDP2's; set it to fsdp2": (
             actor.strategy != "fsdp2"
         ),
-        "model.use_fused_kernels computes log-probs over the latent id as well; set it to False": (
+        "model.use_fused_kernels replaces the latent model's forward; set it to False": (
             model.get("use_fused_kernels", False)
         ),
         "model.use_remove_padding must be True: the engine packs sequences and numbers them": (
@@ -327,6 +340,10 @@ def refuse_wrong(config) -> None:
         ),
         "one update per step: set actor.ppo_mini_batch_size to data.train_batch_size and ppo_epochs"
         " to 1": not one_update,
+        f"checkpoint_engine.update_weights_bucket_megabytes is {bucket}: new weights travel in"
+        " buckets of this size; set it to a whole number of at least 1": (
+            type(bucket) is not int or bucket < 1
+        ),
     }
     problems = [problem for problem, found in wrong.items() if found]
     if problems:

@@ -45,7 +45,7 @@ class LatentActorRolloutRefWorker(ActorRolloutRefWorker):
                 gathered[name] = tensor.detach().cpu().clone()
         if first:
             # Its usual device may be a GPU that actor and vLLM fill.
-            model, tokenizer = load(self.config.model.path, dtype="auto", device="cpu")
+            model, tokenizer = load(self.config.model.path, device="cpu")
             load_whole(model, gathered)
             save(model, tokenizer, folder)
         torch.distributed.barrier()  # no rank goes on before the folder is written

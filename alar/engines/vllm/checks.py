@@ -9,9 +9,7 @@ version is refused.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 TESTED_VLLM = ("0.30.0",)
 INSTALL = "python run_all.py --install engines"
@@ -83,18 +81,6 @@ def engine_arguments(*, async_scheduling: bool = True) -> dict:
         "logits_processors": [FORCER],
         "worker_extension_cls": WORKER,
     }
-
-
-def stored_dtype(folder: str | Path) -> str:
-    """The dtype of a checkpoint's weights, for vLLM's `dtype`.
-
-    vLLM's default, "auto", would narrow float32 to 16 bits.
-    """
-    config = Path(folder) / "config.json"
-    if not config.exists():  # a name on the hub
-        return "auto"
-    found = json.loads(config.read_text(encoding="utf-8"))
-    return found.get("dtype") or found.get("torch_dtype") or "auto"  # torch_dtype: older configs
 
 
 def check_engine(vllm_config) -> None:

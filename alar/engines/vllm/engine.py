@@ -15,12 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from alar.engines.vllm.checks import (
-    engine_arguments,
-    require_entry_point,
-    require_vllm,
-    stored_dtype,
-)
+from alar.engines.vllm.checks import engine_arguments, require_entry_point, require_vllm
+from alar.model.dtype import stored_dtype
 from alar.records import Origin
 from alar.rollout.engine import Engine, Sampling, TurnOutput, TurnRequest, TurnWriter
 
@@ -57,7 +53,10 @@ class VLLMEngine(Engine):
             "skip_tokenizer_init": True,  # ids go in and come out; the codec has the tokenizer
             "seed": 0,
             "disable_log_stats": True,
-            "dtype": stored_dtype(folder),  # vLLM would narrow float32 to 16 bits
+            # vLLM would narrow float32 to 16 bits. On a GPU FlashAttention refuses float32; vLLM
+            # then takes its Triton attention, which computes it and tells us what
+            # `LatentModel._batch` asks for.
+            "dtype": stored_dtype(folder),
             # As many positions as one request may have in the KV cache at hand, at most the
             # model's. vLLM refuses to start where the model's own number does not fit: 262,144 of
             # Qwen3-4B are 36 GiB in 16 bits. It takes the blocks of a request as the request
@@ -74,12 +73,6 @@ class VLLMEngine(Engine):
         self._written: dict[str, tuple[TurnRequest, Sampling]] = {}
         # Turns that ended in the same step as a failed one; the next step returns them.
         self._ended: list[tuple[TurnRequest, TurnOutput]] = []
-
-    def __enter__(self) -> VLLMEngine:
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self.close()
 
     def close(self) -> None:
         """Free the memory and end the processes that vLLM holds. A second call does nothing."""

@@ -20,6 +20,7 @@ import math
 from dataclasses import dataclass
 
 from alar.methods.config import SelfTraining, Tokenskip
+from alar.model.dtype import resolved_dtype
 from alar.study.check.sizes import Size
 from alar.study.params.sections import Experiment
 
@@ -111,8 +112,10 @@ def needs(
 def _rollouts(experiment: Experiment, size: Size, tokens: int) -> dict[str, int]:
     rows = experiment.rollout.batch_size
     if experiment.rollout.engine == "vllm":
-        return decoding(size, min(rows, VLLM_SEQUENCES), tokens, itemsize=2)  # bfloat16
-    return decoding(size, rows, tokens, itemsize=4)  # float32
+        itemsize = 4 if experiment.model.dtype == "float32" else 2  # vLLM's place is a GPU
+        return decoding(size, min(rows, VLLM_SEQUENCES), tokens, itemsize=itemsize)
+    itemsize = resolved_dtype(experiment.model.dtype).itemsize
+    return decoding(size, rows, tokens, itemsize=itemsize)
 
 
 def _supervised(section, size: Size, tokens: int, scored: int) -> dict[str, int]:
@@ -180,8 +183,9 @@ def host_bytes(size: Size) -> int:
 
 
 def written_bytes(experiment: Experiment, size: Size) -> int:
-    """Bytes of a run: base, latent model and three checkpoints in float32 (5 · 4 per parameter),
+    """Bytes of a run: base, latent model and three checkpoints in the dtype of the model (5 times),
     and AR-GRPO's resume state (12 per trained parameter: weights and two moments)."""
     rl = experiment.rl
     trainable = size.trainable(rl.trainable, rl.lora_rank, projector=rl.train_projector)
-    return 20 * size.parameters + 12 * trainable
+    itemsize = resolved_dtype(experiment.model.dtype).itemsize
+    return 5 * itemsize * size.parameters + 12 * trainable

@@ -88,6 +88,8 @@ class Run(Section):
 
 class Model(Section):
     base: LocationOrName = "embedded"  # "embedded", "scratch", a name on the hub, or a folder
+    # Of storing, rolling out and training; "auto" is bfloat16 where there is a GPU, else float32.
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     num_latent: Annotated[int, Field(ge=0, le=16)] = 4  # K
     projector_size: CountOrNone = 0  # 0 = the model's hidden size
     projector_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
