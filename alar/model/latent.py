@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from alar.model.attention import attention_of
-from alar.model.packed_attention import PACKED, PackedCall, PackedPass, attention_kind
+from alar.model.packed_attention import PACKED, PackedCall, PackedPass, takes_fused_kernel
 from alar.model.packing import Packing, pack, sequence_ids, with_filler
 from alar.model.projector import PROJECTORS
 from alar.model.recurrence import LatentStates, reaches_state
@@ -131,12 +131,12 @@ class LatentCausalLM:
         `attached[k]` says whether the gradient of z_{k+1} goes on into h_k.
         """
         device = embeddings.device
-        kind = attention_kind(self.config, embeddings)
+        fused = takes_fused_kernel(embeddings)
         checkpointed = self.training and self.is_gradient_checkpointing
         hidden, latents = [embeddings[:0]], [embeddings[:0]]  # one (n, H) for each call
         inputs_of_calls = embeddings.split([call.tokens for call in packing.calls])
         previous = None
-        with attention_of(self.config, PACKED), PackedPass(packing, kind, checkpointed) as shared:
+        with attention_of(self.config, PACKED), PackedPass(packing, fused, checkpointed) as shared:
             for call, inputs in zip(packing.calls, inputs_of_calls):  # inputs: (n, H)
                 if call.is_latent:
                     # h_k of the rows 0 … n − 1, each at the end of its part of the previous call.

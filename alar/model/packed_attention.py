@@ -5,6 +5,13 @@ other. Text attends row by row, causally, to the row's past and itself. A latent
 for each row and is one batched attention. Each layer has one preallocated store. A call writes its
 own keys and values there once, and reads views: nothing is concatenated or copied as rows grow.
 
+Text attends in one of two ways with the same result. On the CPU, and in float64, it is one call of
+PyTorch's attention for each row: the reference. On CUDA it is one call of a fused kernel for all
+rows, PyTorch's flex attention, in float32 as in half precision: the store is one long line of keys
+there, every query sees one interval of it, and neither scores nor masks are ever written to memory.
+The kernel is compiled once for all lengths, which takes a minute and needs a C compiler. The tests
+run flex attention on the CPU; compiled for CUDA it has not yet run on a GPU.
+
 Autograd cannot follow writes into a shared store, so `_StoredAttention` states the gradient itself.
 In backward the calls run in reverse order. Each adds the gradients of the keys that it read to a
 second store; the call that wrote a key takes its gradient from there. `links`, empty tensors that
@@ -18,17 +25,19 @@ checkpointed layers.)
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
-from transformers.utils import is_flash_attn_2_available
 
 from alar.model.packing import Packing, TrunkCall
 
 PACKED = "packed"
+BLOCK = 128  # the fused kernel skips blocks of this many queries × keys in which nothing is seen
 
 
 class PackedPass:
@@ -37,8 +46,8 @@ class PackedPass:
     A plain class on purpose: FSDP copies dataclasses that it finds among a layer's arguments.
     """
 
-    def __init__(self, packing: Packing, kind: str, checkpointed: bool):
-        self.packing, self.kind, self.checkpointed = packing, kind, checkpointed
+    def __init__(self, packing: Packing, fused: bool, checkpointed: bool):
+        self.packing, self.fused, self.checkpointed = packing, fused, checkpointed
         self.stores: dict[int, KeyValueStore] = {}
         self.links: dict[int, Tensor | None] = {}  # of the latest call
 
@@ -50,7 +59,8 @@ class PackedPass:
 
     def store(self, layer: int, like: Float[Tensor, "1 kv N D"]) -> KeyValueStore:
         if layer not in self.stores:
-            self.stores[layer] = KeyValueStore(like, self.packing.num_rows, self.packing.longest)
+            rows, longest = self.packing.num_rows, self.packing.longest
+            self.stores[layer] = KeyValueStore(like, rows, longest, self.fused)
         return self.stores[layer]
 
 
@@ -60,7 +70,10 @@ class PackedCall:
     def __init__(self, shared: PackedPass, call: TrunkCall, device: torch.device):
         self.shared, self.call = shared, call
         self.checkpointed = shared.checkpointed and not call.is_latent
-        self.masks = masks(call, device)
+        if shared.fused and not call.is_latent:
+            self.masks = block_mask(shared.packing, call, device)
+        else:
+            self.masks = masks(call, device)
         # By layer: does its past carry gradients? Known once the layer's forward ran.
         self.linked: dict[int, bool] = {}
 
@@ -154,12 +167,19 @@ def _inner_graph(
 
 
 class KeyValueStore:
-    """Keys and values of one layer, (rows, kv, longest, D), and in backward their gradients."""
+    """Keys and values of one layer, (rows, kv, longest, D), and in backward their gradients.
 
-    def __init__(self, like: Float[Tensor, "1 kv N D"], rows: int, longest: int):
+    If they are to be read by the fused kernel, they lie in memory as (kv, rows, longest, D).
+    """
+
+    def __init__(self, like: Float[Tensor, "1 kv N D"], rows: int, longest: int, fused: bool):
         shape = (rows, like.shape[1], longest, like.shape[3])
-        self.keys = torch.zeros(shape, dtype=like.dtype, device=like.device)
-        self.values = torch.zeros_like(self.keys)
+        self.fused = fused
+        if fused:
+            self.keys = like.new_zeros(shape[1], rows, *shape[2:]).transpose(0, 1)
+        else:
+            self.keys = like.new_zeros(shape)
+        self.values = torch.zeros_like(self.keys)  # in the same order
         self.key_gradients: Tensor | None = None
         self.value_gradients: Tensor | None = None
 
@@ -180,7 +200,16 @@ class KeyValueStore:
 
         `.data` has no version that autograd counts: what later calls write are other places.
         """
-        return _seen(call, self.keys.data), _seen(call, self.values.data)
+        return self._seen(call, self.keys.data), self._seen(call, self.values.data)
+
+    def _seen(self, call: TrunkCall, stored: Tensor) -> list[Tensor]:
+        """For a latent step one view (n, kv, T, D) for all rows; for text the whole store in one
+        line, (1, kv, rows · longest, D), or one (1, kv, T, D) for each row."""
+        if call.is_latent:
+            return [stored[: len(call.rows), :, : max(call.ends)]]
+        if self.fused:
+            return [stored.transpose(0, 1).view(1, stored.shape[1], -1, stored.shape[3])]
+        return [stored[row : row + 1, :, :end] for row, end in zip(call.rows, call.ends)]
 
     def exchange_gradients(
         self, call: TrunkCall, key_parts: list[Tensor], value_parts: list[Tensor]
@@ -195,17 +224,10 @@ class KeyValueStore:
             (self.key_gradients, key_parts),
             (self.value_gradients, value_parts),
         ):
-            for view, part in zip(_seen(call, gradients), parts):
+            for view, part in zip(self._seen(call, gradients), parts):
                 view += part
             own.append(_take(call, gradients))
         return own
-
-
-def _seen(call: TrunkCall, stored: Tensor) -> list[Tensor]:
-    """For text one view (1, kv, T, D) for each row; for a latent step one (n, kv, T, D) for all."""
-    if call.is_latent:
-        return [stored[: len(call.rows), :, : max(call.ends)]]
-    return [stored[row : row + 1, :, :end] for row, end in zip(call.rows, call.ends)]
 
 
 def _take(call: TrunkCall, stored: Tensor) -> Float[Tensor, "1 kv N D"]:
@@ -225,8 +247,8 @@ def _take(call: TrunkCall, stored: Tensor) -> Float[Tensor, "1 kv N D"]:
 
 
 def masks(call: TrunkCall, device: torch.device) -> list[Tensor | str | None]:
-    """What the queries may see of each part of `KeyValueStore.seen`: everything (None), "causal", a
-    boolean mask, or a bias that is causal from the lower right corner."""
+    """What the queries may see of each part of `KeyValueStore.seen`: everything (None), "causal" or
+    a boolean mask. For latent steps, and for text on the CPU."""
     if call.is_latent:
         if len(set(call.starts)) == 1:
             return [None]
@@ -239,29 +261,73 @@ def masks(call: TrunkCall, device: torch.device) -> list[Tensor | str | None]:
             found.append(None)
         elif start == 0:
             found.append("causal")
-        elif device.type == "cuda":
-            # The flash kernel takes this bias; with a mask, grouped heads would go to a slow one.
-            found.append(causal_lower_right(length, end))
         else:
             found.append(torch.ones(length, end, dtype=torch.bool, device=device).tril(start))
     return found
+
+
+def block_mask(packing: Packing, call: TrunkCall, device: torch.device) -> BlockMask:
+    """What the N queries of a text call see of the line of T keys that the fused kernel reads: the
+    store of all rows, or, in the only call of a pass, the call's own keys.
+
+    A query sees the keys from the start of its row to itself. A block of keys is left out for a
+    block of queries that sees none of it, and needs no mask where all see all of it. Nothing here
+    grows with heads, and the largest tensor is N × T/128 booleans.
+    """
+    lengths = torch.tensor(call.lengths)
+    if len(packing.calls) == 1:
+        total = call.tokens
+        starts = lengths.cumsum(0) - lengths  # (n,) where each row's keys start
+    else:
+        total = packing.num_rows * packing.longest
+        starts = torch.tensor(call.rows) * packing.longest
+    first = starts.repeat_interleave(lengths).to(device)  # (N,)
+    last = first + call.positions().to(device)  # (N,)
+
+    def sees(batch, head, query, key):
+        return (first[query] <= key) & (key <= last[query])
+
+    # At least two blocks each way: a size of 1 would be compiled on its own.
+    query_blocks = max(2, -(-call.tokens // BLOCK))
+    edges = torch.arange(max(2, -(-total // BLOCK)), device=device) * BLOCK  # first keys of blocks
+    missing = (0, query_blocks * BLOCK - call.tokens)  # queries after the last, which see nothing
+    begin, end = pad(first, missing)[:, None], pad(last, missing, value=-1)[:, None]
+    some = (begin < edges + BLOCK) & (edges <= end)  # (queries, blocks of keys)
+    some = some.unflatten(0, (query_blocks, BLOCK)).any(1)  # (blocks of queries, blocks of keys)
+    whole = (begin <= edges) & (edges + BLOCK - 1 <= end)
+    whole = whole.unflatten(0, (query_blocks, BLOCK)).all(1)
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~whole),
+        *_listed(whole),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(call.tokens, total),
+    )
+
+
+def _listed(blocks: Bool[Tensor, "Q K"]) -> tuple[Int[Tensor, "1 1 Q"], Int[Tensor, "1 1 Q K"]]:
+    """How many blocks of keys each block of queries has, and their numbers: first those, in order,
+    then the others."""
+    numbers = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], numbers.int()[None, None]
 
 
 def attend(
     packed: PackedCall, query: Tensor, keys: list[Tensor], values: list[Tensor], scale: float
 ) -> Float[Tensor, "1 heads N D"]:
     """Attention of one call over the parts that it sees."""
-    call, kind = packed.call, packed.shared.kind
-    if kind == "flash" and not call.is_latent:
-        return attention_flash(call, query, keys, values, scale)
-    attention = attention_eager if kind == "eager" else attention_sdpa
+    call = packed.call
     if call.is_latent:
         queries = query[0].transpose(0, 1)[:, :, None]  # (n, heads, 1, D)
-        output = attention(queries, keys[0], values[0], packed.masks[0], scale)
+        output = attention_sdpa(queries, keys[0], values[0], packed.masks[0], scale)
         return output[:, :, 0].transpose(0, 1)[None]
+    if packed.shared.fused:
+        return fused_kernel()(
+            query, keys[0], values[0], block_mask=packed.masks, scale=scale, enable_gqa=True
+        )
     outputs = []
     for own, key, value, mask in zip(query.split(call.lengths, 2), keys, values, packed.masks):
-        outputs.append(attention(own, key, value, mask, scale))  # (1, heads, length, D)
+        outputs.append(attention_sdpa(own, key, value, mask, scale))  # (1, heads, length, D)
     return torch.cat(outputs, dim=2)
 
 
@@ -269,8 +335,10 @@ def attend_alone(
     packed: PackedCall, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Float[Tensor, "1 heads N D"]:
     """The only call of a pass: every row's keys are its own, and plain autograd serves."""
+    if packed.shared.fused:
+        return attend(packed, query, [key], [value], scale)
     lengths = packed.call.lengths
-    if len(set(lengths)) == 1 and packed.shared.kind == "sdpa":
+    if len(set(lengths)) == 1:
         # All rows are equally long: one batched attention.
         shape = (len(lengths), lengths[0])
         batched = [x[0].unflatten(1, shape).transpose(0, 1) for x in (query, key, value)]
@@ -304,50 +372,19 @@ def attention_sdpa(
     )
 
 
-def attention_eager(query: Tensor, key: Tensor, value: Tensor, mask, scale: float) -> Tensor:
-    """The same as `attention_sdpa`, written out: the slow twin."""
-    group = query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(group, 1).transpose(2, 3) * scale  # (n, heads, L, T)
-    if mask is not None:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            length, total = scores.shape[2:]
-            visible = torch.ones(length, total, dtype=torch.bool, device=scores.device)
-            mask = visible.tril(total - length)
-        scores = scores.masked_fill(~mask, float("-inf"))
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-    return weights @ value.repeat_interleave(group, 1)
+def takes_fused_kernel(hidden: Tensor) -> bool:
+    """Whether text attends through the fused kernel: on CUDA, but not in float64, which only checks
+    of exactness use."""
+    return hidden.is_cuda and hidden.dtype != torch.float64
 
 
-def attention_flash(
-    call: TrunkCall, query: Tensor, keys: list[Tensor], values: list[Tensor], scale: float
-) -> Tensor:
-    """All rows of a text call in one kernel of the flash-attn package (half precision, CUDA)."""
-    from flash_attn import flash_attn_varlen_func
+@cache
+def fused_kernel(backend: str = "inductor"):
+    """Flex attention, compiled for all lengths; `backend` is one of `torch.compile`.
 
-    def bounds(lengths: tuple[int, ...]) -> Tensor:
-        return torch.tensor((0, *lengths), device=query.device).cumsum(0, dtype=torch.int32)
-
-    def joined(parts: list[Tensor]) -> Float[Tensor, "T kv D"]:
-        return torch.cat([part[0].transpose(0, 1) for part in parts])
-
-    output = flash_attn_varlen_func(
-        query[0].transpose(0, 1),  # (N, heads, D)
-        joined(keys),
-        joined(values),
-        bounds(call.lengths),
-        bounds(call.ends),
-        max(call.lengths),
-        max(call.ends),
-        softmax_scale=scale,
-        causal=True,  # from the lower right corner
-    )
-    return output.transpose(0, 1)[None]
-
-
-def attention_kind(config, weight: Tensor) -> str:
-    """ "eager" if the model asks for it, "flash" where the package and the weights allow it, else
-    "sdpa"."""
-    if config._attn_implementation == "eager":
-        return "eager"
-    half = weight.dtype in (torch.float16, torch.bfloat16)
-    return "flash" if half and weight.is_cuda and is_flash_attn_2_available() else "sdpa"
+    Not compiled, it would write all scores to memory, so what cannot be compiled is an error. Other
+    heads, another dtype, gradients or none and short calls each take a variant of their own:
+    PyTorch's limit of 8 is too low for several models in one process.
+    """
+    compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)
+    return torch._dynamo.config.patch(recompile_limit=64)(compiled)

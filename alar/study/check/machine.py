@@ -62,12 +62,12 @@ def installed_version(package: str) -> str:
 
 
 def pinned_versions(requirements: Path) -> dict[str, str]:
-    """Package → version of every line `name==version` in the files of this folder."""
+    """Package → version of every line `name==version` or `===` in the files of this folder."""
     text = "\n".join(
         path.read_text(encoding="utf-8") for path in sorted(requirements.glob("*.txt"))
     )
     # A version ends at a space or at a marker such as `; python_version`.
-    return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE))
+    return dict(re.findall(r"^([\w.-]+)===?([^\s;]+)", text, re.MULTILINE))
 
 
 def is_here(host: str) -> bool:
