@@ -70,7 +70,7 @@ def problems(tmp_path, monkeypatch):
         ),
         ("model:\n  base: ./nowhere", "params.yaml: model.base: ./nowhere does not exist"),
         ("extends: nothing.yaml", "params.yaml: extends: nothing.yaml does not exist"),
-        ("extends: params.yaml", "params.yaml: extends: params.yaml itself extends"),
+        ("extends: params.yaml", "params.yaml: extends: params.yaml extends this file in turn"),
         ("variants: [a, b]", "params.yaml: variants: "),
         ("variants:\n  a/b: {}", "params.yaml: variants.a/b."),
         (
@@ -170,11 +170,23 @@ def test_a_missing_file_names_those_that_exist(tmp_path):
         params.load_experiment(tmp_path / "laptpo.yaml")
 
 
-def test_extending_in_a_circle_or_over_two_levels_is_refused(problems, tmp_path):
+def test_extending_in_a_circle_is_refused(problems, tmp_path):
     (tmp_path / "other.yaml").write_text("extends: params.yaml")
-    assert "itself extends params.yaml" in problems("extends: other.yaml")[0]
-    (tmp_path / "other.yaml").write_text("extends: third.yaml")
-    assert "only one level" in problems("extends: other.yaml")[0]
+    assert problems("extends: other.yaml")[0].startswith(
+        "other.yaml: extends: params.yaml extends this file in turn"
+    )
+
+
+def test_a_file_may_extend_one_that_extends_another(tmp_path, problems):
+    (tmp_path / "lowest.yaml").write_text("aasd: {epochs: 1.0, batch_size: 2, lora_rank: 3}")
+    (tmp_path / "middle.yaml").write_text("extends: lowest.yaml\naasd: {batch_size: 20}")
+    (tmp_path / "p.yaml").write_text("extends: middle.yaml\naasd: {lora_rank: 300}")
+    aasd = params.load_experiment(tmp_path / "p.yaml").aasd
+    assert (aasd.epochs, aasd.batch_size, aasd.lora_rank) == (1.0, 20, 300)
+    (tmp_path / "middle.yaml").write_text("extends: nothing.yaml")
+    assert problems("extends: middle.yaml") == [
+        "middle.yaml: extends: nothing.yaml does not exist"
+    ]
 
 
 def test_a_mistake_in_the_extended_file_names_that_file(problems, tmp_path):

@@ -5,8 +5,9 @@
 
 The file is the flat one that papermill takes. Parameters that it leaves out have the notebook's
 defaults. Instead of -f, `--params FILE` takes the parameter file of `run_all.py` and works in the
-run folder of its first domain. `batch_size` is that of one process. The folder of the stage gets
-the checkpoint and loss.jsonl; the notebooks evaluate and draw the figures.
+run folder of its first domain. A step takes `batch_size` · `gradient_accumulation` examples as in
+the notebook: the processes share the accumulated batches. The folder of the stage gets the
+checkpoint and loss.jsonl; the notebooks evaluate and draw the figures.
 """
 
 from __future__ import annotations
@@ -80,6 +81,21 @@ def examples_of(stage: str, values: dict[str, Any], traces: Path, codec: Codec) 
     return at_most(examples, values["max_examples"], values["seed"])
 
 
+def shared(config: Supervised, processes: int) -> Supervised:
+    """The settings of one of `processes`, which together take the batch of one.
+
+    Raises ValueError if the accumulated batches do not divide over them.
+    """
+    batches, rest = divmod(config.gradient_accumulation, processes)
+    if rest:
+        raise ValueError(
+            f"gradient_accumulation is {config.gradient_accumulation}, which does not divide over"
+            f" {processes} processes: give it a multiple of {processes} and a smaller batch_size"
+            f" (a step takes {config.batch_size * config.gradient_accumulation} examples)"
+        )
+    return config.model_copy(update={"gradient_accumulation": batches})
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m alar.study.train_stage", description=__doc__.partition("\n")[0]
@@ -122,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     codec = Codec.of(model, tokenizer, catalogue.of(values["domain"]).form)
     traces = run_dir / "02_teacher_traces" / "traces.jsonl"
     examples = examples_of(name, values, traces, codec)
-    config = CONFIGS[name].of(values)  # checked types and ranges
+    config = shared(CONFIGS[name].of(values), num_processes())  # checked types and ranges
     dtype = torch.bfloat16 if options.bfloat16 else None  # None: the weights' own
     fit = partial(
         train,
