@@ -184,6 +184,14 @@ def test_a_parameter_file_of_run_all_gives_the_command_what_it_gives_the_noteboo
     )
 
 
+def test_the_command_trains_a_variant_in_its_own_folder(repository):
+    file = str(repository / "params" / "paper-k.yaml")
+    values = parameters_of_study("03_aasd", file, "k8")
+    assert (values["run_dir"], values["model_num_latent"]) == ("runs/paper-k/k8/search", 8)
+    with pytest.raises(params.ParameterError, match="name one of its variants, k1, k2, k4, k8"):
+        parameters_of_study("03_aasd", file)
+
+
 def test_the_command_trains_on_the_turns_of_its_domain(random_model, tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
     model, tokenizer = random_model()
