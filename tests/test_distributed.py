@@ -163,11 +163,11 @@ def test_processes_share_every_batch_and_make_the_same_number_of_steps():
 
 def test_processes_take_together_the_batch_of_one():
     one = Aasd(batch_size=1, gradient_accumulation=64)
-    eight = train_command.shared(one, 8)
+    eight = train_command.of_one_process(one, 8)
     assert (eight.batch_size, eight.gradient_accumulation) == (1, 8)
     assert eight.optimiser_steps(76_000, 8) == one.optimiser_steps(76_000)
     with pytest.raises(ValueError, match="64, which does not divide over 6 processes"):
-        train_command.shared(one, 6)
+        train_command.of_one_process(one, 6)
 
 
 def test_a_parameter_file_of_run_all_gives_the_command_what_it_gives_the_notebook(repository):

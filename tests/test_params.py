@@ -1,5 +1,6 @@
 """Parameter files: what is accepted, and what each kind of mistake says."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -184,9 +185,7 @@ def test_a_file_may_extend_one_that_extends_another(tmp_path, problems):
     aasd = params.load_experiment(tmp_path / "p.yaml").aasd
     assert (aasd.epochs, aasd.batch_size, aasd.lora_rank) == (1.0, 20, 300)
     (tmp_path / "middle.yaml").write_text("extends: nothing.yaml")
-    assert problems("extends: middle.yaml") == [
-        "middle.yaml: extends: nothing.yaml does not exist"
-    ]
+    assert problems("extends: middle.yaml") == ["middle.yaml: extends: nothing.yaml does not exist"]
 
 
 def test_a_mistake_in_the_extended_file_names_that_file(problems, tmp_path):
@@ -350,6 +349,20 @@ def test_the_shipped_files_are_valid(repository, name):
 def test_the_shipped_files_say_how_to_run_them(repository, name):
     header = (repository / "params" / f"{name}.yaml").read_text().split("\n\n")[0]
     assert "python run_all.py" in header and "Cost:" in header
+
+
+def test_the_table_of_files_names_each_once_and_says_which_have_not_run(repository):
+    rows = {}  # file → its row
+    for line in (repository / "params" / "README.md").read_text().splitlines():
+        found = re.match(r"\| \[([\w-]+)\.yaml\]\(\1\.yaml\)", line)
+        if found:
+            assert found[1] not in rows, line
+            rows[found[1]] = line
+    assert sorted(rows) == FILES
+    for name, row in rows.items():
+        header = (repository / "params" / f"{name}.yaml").read_text().split("\n\n")[0]
+        words = " ".join(header.replace("#", " ").split())
+        assert ("Not yet run." in words) == row.endswith("| not yet run |"), row
 
 
 def test_laptop_repeats_the_defaults(repository):

@@ -89,7 +89,7 @@ def examples_of(stage: str, values: dict[str, Any], traces: Path, codec: Codec) 
     return at_most(examples, values["max_examples"], values["seed"])
 
 
-def shared(config: Supervised, processes: int) -> Supervised:
+def of_one_process(config: Supervised, processes: int) -> Supervised:
     """The settings of one of `processes`, which together take the batch of one.
 
     Raises ValueError if the accumulated batches do not divide over them.
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     codec = Codec.of(model, tokenizer, catalogue.of(values["domain"]).form)
     traces = run_dir / "02_teacher_traces" / "traces.jsonl"
     examples = examples_of(name, values, traces, codec)
-    config = shared(CONFIGS[name].of(values), num_processes())  # checked types and ranges
+    config = of_one_process(CONFIGS[name].of(values), num_processes())  # checked types and ranges
     dtype = torch.bfloat16 if options.bfloat16 else None  # None: the weights' own
     fit = partial(
         train,

@@ -1,9 +1,10 @@
 """Parameter files: read in layers, checked as a whole, and flattened for one notebook.
 
 A file is a YAML mapping of sections (`alar.study.params.sections`). It may say `extends:
-other.yaml` (a file beside it, which may extend another). It may hold `variants:`, which maps a name to the
-sections that differ and, optionally, `only: ["01", "03"]`. A domain's name, `search:` or `tool:`,
-holds the sections that differ in that domain. It stands at the top of a file or in a variant.
+other.yaml` (a file beside it, which may extend another). It may hold `variants:`, which maps a name
+to the sections that differ and, optionally, `only: ["01", "03"]`. A domain's name, `search:` or
+`tool:`, holds the sections that differ in that domain. It stands at the top of a file or in a
+variant.
 
 Later layers win: defaults < extended files < file < variant < `section.key=value` overrides. Within
 a layer, what it says about the domain wins over what it says about all domains.
