@@ -13,8 +13,8 @@ off.
 
 What is malformed is decided by `alar.protocol` for both variants, and it is more than in the
 released code, which looks for an unbalanced <think> only. There a right answer after no block at
-all, or after a `<latent>` that never closes, is paid in full, and one that is never given costs α
-at most. These are ways around the reward rather than a part of it; with one notion of form the two
+all, or after a `<latent>` that never closes, is paid in full, and to give none costs α at most.
+These are ways around the reward rather than a part of it; with one notion of form the two
 variants differ in the formula alone.
 
 An environment may grade its trajectories (the tool domain's dense score). The grade then replaces
