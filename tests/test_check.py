@@ -195,10 +195,19 @@ def test_tokenskip_on_math_lacks_its_base_its_dataset_and_the_scorer_of_words(ex
 
 
 @pytest.mark.parametrize(
-    "file", ["paper-search-3b.yaml", "paper-search-7b.yaml", "paper-tool-4b.yaml"]
+    ("file", "domain"),
+    [
+        ("paper-search-3b.yaml", "search"),
+        ("paper-search-7b.yaml", "search"),
+        ("paper-tool-4b.yaml", "tool"),
+        ("paper-baselines-3b.yaml", "search"),
+        ("paper-baselines-7b.yaml", "search"),
+        ("paper-baselines-4b.yaml", "tool"),
+        ("paper-k.yaml", "search"),
+    ],
 )
 def test_a_paper_file_lists_what_is_missing_and_connects_to_the_retrieval_server_alone(
-    examined, roomy, monkeypatch, file
+    examined, roomy, monkeypatch, file, domain
 ):
     asked = []
     connect = socket.socket.connect
@@ -210,7 +219,7 @@ def test_a_paper_file_lists_what_is_missing_and_connects_to_the_retrieval_server
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        code, lines = examined(file, *([f"retrieval.url={url}"] if "search" in file else []))
+        code, lines = examined(file, *([f"retrieval.url={url}"] if domain == "search" else []))
     found = "\n".join(missing(lines))
     sets = (
         "nq",
@@ -231,7 +240,7 @@ def test_a_paper_file_lists_what_is_missing_and_connects_to_the_retrieval_server
             *(f"question set {name} (" for name in sets),
         ],
         "tool": ["base model Qwen/Qwen3-4B-Thinking-2507", "graphsyn.jsonl: does not exist"],
-    }["search" if "search" in file else "tool"]
+    }[domain]
     assert code == 2
     assert all(text in found for text in wanted), found
     assert len(missing(lines)) == len(wanted), "nothing but this is missing"
@@ -245,6 +254,15 @@ def test_the_command_itself_ends_with_code_2_and_the_commands_that_help(reposito
     assert done.returncode == 2, done.stderr
     assert "hf download Qwen/Qwen3-4B-Thinking-2507" in done.stdout
     assert "hf download Nanbeige/ToolMind" in done.stdout
+
+
+def test_length_rewards_need_the_published_sets_and_verl(examined, roomy, monkeypatch):
+    monkeypatch.setattr(machine, "installed_version", lambda package: "")
+    _, lines = examined("paper-baselines-3b.yaml")
+    found = "\n".join(missing(lines))
+    for text in ("question set musique", "question set nq_hotpotqa_train", "verl is not installed"):
+        assert text in found
+    assert examined("paper-baselines-3b.yaml", "eval.sets=[hotpot]")[0] == 2
 
 
 def test_a_missing_local_file_is_named_exactly_and_a_present_one_is_not(

@@ -29,7 +29,7 @@ from alar.study import params
 from alar.study import train_stage as train_command
 from alar.study.stage import repository
 from alar.study.train_stage import parameters_of_study
-from alar.train.config import Supervised
+from alar.train.config import Aasd, Supervised
 from alar.train.examples import Example, SimilarBatches, aasd_examples, collate, with_prompt
 from alar.train.supervised import train
 from tests.distributed_ranks import CASES, PAD, ROWS, TRAINING, example, training_examples
@@ -243,6 +243,15 @@ def test_processes_share_every_batch_and_make_the_same_number_of_steps():
     assert all(len(batch) == 1 for share in few for batch in share)
 
 
+def test_processes_take_together_the_batch_of_one():
+    one = Aasd(batch_size=1, gradient_accumulation=64)
+    eight = train_command.of_one_process(one, 8)
+    assert (eight.batch_size, eight.gradient_accumulation) == (1, 8)
+    assert eight.optimiser_steps(76_000, 8) == one.optimiser_steps(76_000)
+    with pytest.raises(ValueError, match="64, which does not divide over 6 processes"):
+        train_command.of_one_process(one, 6)
+
+
 def test_a_parameter_file_of_run_all_gives_the_command_what_it_gives_the_notebook(repository):
     file, notebook = (
         repository / "params" / "paper-search-3b.yaml",
@@ -255,6 +264,14 @@ def test_a_parameter_file_of_run_all_gives_the_command_what_it_gives_the_noteboo
         1e-4,
         "lora",
     )
+
+
+def test_the_command_trains_a_variant_in_its_own_folder(repository):
+    file = str(repository / "params" / "paper-k.yaml")
+    values = parameters_of_study("03_aasd", file, "k8")
+    assert (values["run_dir"], values["model_num_latent"]) == ("runs/paper-k/k8/search", 8)
+    with pytest.raises(params.ParameterError, match="name one of its variants, k1, k2, k4, k8"):
+        parameters_of_study("03_aasd", file)
 
 
 def test_the_command_trains_on_the_turns_of_its_domain(random_model, tmp_path, monkeypatch):
@@ -291,7 +308,8 @@ def test_the_command_trains_a_stage_from_the_notebooks_parameters(random_model, 
         [expert_trajectory(codec, item) for item in solved],
     )
     file = tmp_path / "03_aasd.params.yaml"
-    file.write_text(yaml.safe_dump({"run_dir": str(run_dir), "epochs": 1.0, "batch_size": 2}))
+    given = {"run_dir": str(run_dir), "epochs": 1.0, "batch_size": 2, "gradient_accumulation": 2}
+    file.write_text(yaml.safe_dump(given))
     torchrun("-m", "alar.study.train_stage", "03_aasd", "-f", file, limit=240)
     trained, _ = load(run_dir / "03_aasd" / "checkpoint")
     start, _ = load(run_dir / "01_latent_model" / "latent")

@@ -46,6 +46,17 @@ def test_training_questions_are_of_the_types_that_are_named_and_as_often(name):
         domain.training_questions(2, worlds=1, seed=0, types=["essay"])
 
 
+def test_sets_of_any_kind_are_asked_together(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"question": "Who?", "answers": ["me"]}\n' * 3)
+    domain = catalogue.of("search")
+    found = catalogue.questions_of_sets(domain, ["real", "", str(file), "validation"], 2)
+    assert found[:2] == domain.test_questions(2) and found[4:] == domain.validation_questions(2)
+    assert [question.type for question in found[2:4]] == ["mine", "mine"]
+    with pytest.raises(ValueError, match="nqq"):
+        catalogue.questions_of_sets(domain, ["real", "nqq"], 2)
+
+
 def test_an_unknown_domain_is_refused():
     with pytest.raises(ValueError, match="serch.*search, tool"):
         catalogue.of("serch")

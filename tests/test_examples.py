@@ -283,6 +283,44 @@ def test_lora_trains_attention_and_the_projector_and_nothing_else(random_model):
     } == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
+def test_all_linear_adds_the_mlp_and_leaves_head_and_projector_alone(random_model):
+    model, _ = random_model()
+    targets = {"lora_rank": 4, "lora_alpha": 8, "lora_targets": "all-linear"}
+    wrapped = mark_trainable(model, "lora", **targets)
+    layers = model.config.num_hidden_layers
+    adapted = [name for name, _ in wrapped.named_parameters() if "lora_A" in name]
+    linear = [
+        name
+        for name, module in wrapped.get_base_model().model.layers.named_modules()
+        if name.endswith("_proj")
+    ]
+    assert len(adapted) == len(linear) == 7 * layers
+    assert not any("projector" in name or "lm_head" in name for name in adapted)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "middle", "last"),
+    [("cosine", 0.75, 0.03), ("linear", 2 / 3, 1 / 9), ("constant", 1.0, 1.0)],
+)
+def test_a_number_of_steps_and_a_schedule_replace_epochs_and_the_cosine(
+    random_model, schedule, middle, last
+):
+    model, tokenizer = random_model()
+    config = Supervised(
+        max_steps=10, epochs=1.0, batch_size=2, warmup_ratio=0.1, schedule=schedule,
+        learning_rate=1e-3,
+    )  # fmt: skip
+    assert config.optimiser_steps(1_000_000) == 10
+    rows = []
+    examples = [Example([5, 6, 7], [5, 6, 7], 0)] * 4  # two steps an epoch
+    train(model, examples, tokenizer.pad_token_id, config, log=rows.append)
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    # Row n has the rate of step n: nothing first, then the peak, then what the schedule leaves.
+    rates = [row["learning_rate"] / 1e-3 for row in rows]
+    assert rates[:2] == pytest.approx([0, 1]) and rates[4] == pytest.approx(middle, abs=0.01)
+    assert rates[9] == pytest.approx(last, abs=0.01)
+
+
 def test_too_long_examples_are_refused_instead_of_cut(random_model):
     model, tokenizer = random_model()
     with pytest.raises(ValueError, match="2048 positions"):

@@ -176,6 +176,20 @@ def embedded_questions(domain: Domain, split: str, count: int) -> list[Question]
     return splits[split](count)
 
 
+def questions_of_sets(domain: Domain, sets: Sequence[str], count: int) -> list[Question]:
+    """At most `count` test questions of each set: a domain's own split, a published set, a file.
+
+    "" is no set and skipped. Raises the domain's error for an unknown name.
+    """
+    found = []
+    for name in sets:
+        if name in EMBEDDED:
+            found += embedded_questions(domain, name, count)
+        elif name:
+            found += domain.load_questions(name, limit=count, test=True)
+    return found
+
+
 # name → domain
 _DOMAINS: dict[str, Domain] = {domain.name: domain for domain in (SearchDomain(), ToolDomain())}
 

@@ -191,6 +191,7 @@ class DualVocabulary(OnAnswers):
     checked: Count = 16  # traces on which the ln 2 identity is measured
     # Steps of RL, from "dual", or from the untrained copy where `methods` is empty; 0 = no RL.
     steps: CountOrNone = 8
+    kl_coefficient: Annotated[float, Field(ge=0)] = 1e-3  # of RL
     latent_only_rl: bool = False  # its loss on mirrors alone
     questions: Count = 400  # of a dataset, whose answers are the traces
 

@@ -11,13 +11,18 @@ For one trajectory of a group G, with f the share of latent turns among its reas
 δ is 1 as published; 0 switches the bonus off. An L that no text reaches switches the length scale
 off.
 
+What is malformed is decided by `alar.protocol` for both variants, and it is more than in the
+released code, which looks for an unbalanced <think> only. There a right answer after no block at
+all, or after a `<latent>` that never closes, is paid in full, and to give none costs α at most.
+These are ways around the reward rather than a part of it; with one notion of form the two
+variants differ in the formula alone.
+
 An environment may grade its trajectories (the tool domain's dense score). The grade then replaces
 the 1 of a correct trajectory and the 0 of a wrong one.
 
 Four points of the repaired variant are deliberate. Length no longer shrinks a penalty. Only correct
 answers are paid for diversity. Malformed trajectories do not move the mean that others are compared
-with. A trajectory that never reasons is malformed. For both variants `alar.protocol` decides what
-is well formed and what is thinking.
+with. A trajectory that never reasons is malformed. What is thinking is again the same for both.
 """
 
 from __future__ import annotations

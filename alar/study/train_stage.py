@@ -4,9 +4,11 @@
     runs/paper/search/executed/03_aasd.params.yaml
 
 The file is the flat one that papermill takes. Parameters that it leaves out have the notebook's
-defaults. Instead of -f, `--params FILE` takes the parameter file of `run_all.py` and works in the
-run folder of its first domain. `batch_size` is that of one process. The folder of the stage gets
-the checkpoint and loss.jsonl; the notebooks evaluate and draw the figures.
+defaults. Instead of -f, `--params FILE` (with `--variant NAME`) takes the parameter file of
+`run_all.py` and works in the run folder of its first domain. A step takes `batch_size` ·
+`gradient_accumulation` examples as in the notebook: the processes share the accumulated batches.
+The folder of the stage gets the checkpoint and loss.jsonl; the notebooks evaluate and draw the
+figures.
 """
 
 from __future__ import annotations
@@ -58,13 +60,20 @@ def parameters(stage: str, file: str | None) -> dict[str, Any]:
     return values | given
 
 
-def parameters_of_study(stage: str, file: str) -> dict[str, Any]:
-    """Name → value, as `run_all.py --params FILE` gives them to the notebook. Raises
-    ParameterError."""
+def parameters_of_study(stage: str, file: str, variant: str | None = None) -> dict[str, Any]:
+    """Name → value, as `run_all.py --params FILE` gives them to the notebook, for the first domain.
+
+    Raises ParameterError, also where the file has variants and none is named.
+    """
     root = repository()
-    return params.flatten(
-        params.load_experiment(file, root=root), root / "notebooks" / f"{stage}.ipynb"
-    )
+    known = params.load_variants(file, root=root, absent=[])
+    if variant is None and "" not in known:
+        raise params.ParameterError(f"{file}: name one of its variants, {', '.join(known)}")
+    experiment = params.load_experiment(file, variant=variant, root=root)
+    run = experiment.run
+    folder = Path("runs", run.name, variant or "", run.domains[0])
+    notebook = root / "notebooks" / f"{stage}.ipynb"
+    return params.flatten(experiment, notebook, run_dir=folder.as_posix())
 
 
 def examples_of(stage: str, values: dict[str, Any], traces: Path, codec: Codec) -> list[Example]:
@@ -82,6 +91,21 @@ def examples_of(stage: str, values: dict[str, Any], traces: Path, codec: Codec) 
     return at_most(examples, values["max_examples"], values["seed"])
 
 
+def of_one_process(config: Supervised, processes: int) -> Supervised:
+    """The settings of one of `processes`, which together take the batch of one.
+
+    Raises ValueError if the accumulated batches do not divide over them.
+    """
+    batches, rest = divmod(config.gradient_accumulation, processes)
+    if rest:
+        raise ValueError(
+            f"gradient_accumulation is {config.gradient_accumulation}, which does not divide over"
+            f" {processes} processes: give it a multiple of {processes} and a smaller batch_size"
+            f" (a step takes {config.batch_size * config.gradient_accumulation} examples)"
+        )
+    return config.model_copy(update={"gradient_accumulation": batches})
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m alar.study.train_stage", description=__doc__.partition("\n")[0]
@@ -92,6 +116,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     given.add_argument(
         "--params", metavar="FILE", help="parameter file, as for run_all.py --params"
     )
+    parser.add_argument("--variant", help="a variant of the parameter file")
     return parser.parse_args(arguments)
 
 
@@ -99,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     name = options.stage
     if options.params:
-        values = parameters_of_study(name, options.params)
+        values = parameters_of_study(name, options.params, options.variant)
     else:
         values = parameters(name, options.parameters)
     first = rank() == 0  # only this process writes files
@@ -119,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     codec = Codec.of(model, tokenizer, form)
     traces = run_dir / "02_teacher_traces" / "traces.jsonl"
     examples = examples_of(name, values, traces, codec)
-    config = CONFIGS[name].of(values)  # checked types and ranges
+    config = of_one_process(CONFIGS[name].of(values), num_processes())  # checked types and ranges
     fit = partial(
         train, model, examples, tokenizer.pad_token_id, config, seed=values["seed"], weights=weights
     )

