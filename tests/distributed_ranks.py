@@ -9,22 +9,25 @@ import copy
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from alar.model import load, save
+from alar.model import load, save, scoring
 from alar.train.config import Supervised
-from alar.train.distributed import shard
+from alar.train.distributed import leave, shard
 from alar.train.examples import Example, collate
 from alar.train.supervised import mark_trainable, train
 
 PAD = 0
-CASES = {  # trainable, gradient checkpointing, latent_gradient
+CASES = {  # trainable, gradient checkpointing, latent_gradient, scored
     "full": ("full", False, "full"),
     "full, checkpointing": ("full", True, "published"),
     "lora": ("lora", False, "published"),
     "lora, checkpointing": ("lora", True, "projector_only"),
+    "full, scored": ("full", True, "full", True),
+    "lora, scored": ("lora", False, "published", True),
 }
 ROWS = [  # of each rank: length, starts of blocks
     [(41, (5, 18, 30)), (23, ())],
@@ -62,16 +65,34 @@ def prepared(model, trainable: str, checkpointing: bool):
     return wrapped
 
 
-def compare(model, rank: int, trainable: str, checkpointing: bool, latent_gradient: str) -> dict:
+def loss_of(model, rows: list[Example], num_items_in_batch: int, **options) -> torch.Tensor:
+    return model(**collate(rows, PAD), num_items_in_batch=num_items_in_batch, **options).loss
+
+
+def score_of(model, rows: list[Example], num_items_in_batch: int, **options) -> torch.Tensor:
+    """The same mean from log-probs of single tokens, as RL takes them."""
+    batch = collate(rows, PAD)
+    labels = batch.pop("labels").roll(-1, 1)
+    labels[:, -1] = -100
+    return -model(**batch, shift_labels=labels, **options).log_probs.sum() / num_items_in_batch
+
+
+def compare(
+    model, rank: int, trainable: str, checkpointing: bool, latent_gradient: str, scored=False
+) -> dict:
     rows = [
         [example(model, *row, seed=10 * r + i) for i, row in enumerate(part)]
         for r, part in enumerate(ROWS)
     ]
+    loss_on = score_of if scored else loss_of
+    if scored:
+        for row in rows[1]:  # this rank has nothing to score, and must gather weights all the same
+            row.labels[:] = [-100] * len(row.labels)
     tokens = sum(label != -100 for part in rows for row in part for label in row.labels)
     options = {"latent_gradient": latent_gradient, "num_items_in_batch": tokens}
 
     one = prepared(model, trainable, checkpointing)
-    expected = one(**collate([row for part in rows for row in part], PAD), **options).loss
+    expected = loss_on(one, [row for part in rows for row in part], **options)
     expected.backward()
     gradients = {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
 
@@ -80,7 +101,8 @@ def compare(model, rank: int, trainable: str, checkpointing: bool, latent_gradie
     base = many.get_base_model() if trainable == "lora" else many
     base.model.register_forward_pre_hook(lambda *_: calls.append("trunk"))
     base.model.projector.register_forward_pre_hook(lambda *_: calls.append("projector"))
-    loss = many(**collate(rows[rank], PAD), **options).loss
+    with mock.patch.object(scoring, "LOGITS_AT_ONCE", 5 * model.config.latent_token_id):
+        loss = loss_on(many, rows[rank], **options)  # from five tokens at a time, if scored
     (loss * len(ROWS)).backward()  # FSDP averages the gradients of the ranks
     total = loss.detach().clone()
     dist.all_reduce(total)
@@ -147,6 +169,7 @@ def main(folder: Path) -> None:
         results[f"half {trainable}"] = trained(narrow, rank, trainable, folder / "half", tokenizer)
     (folder / f"rank-{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
+    leave(0)
 
 
 if __name__ == "__main__":

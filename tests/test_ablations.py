@@ -284,6 +284,25 @@ def test_the_notebook_gathers_what_is_there_and_names_what_is_not(experiment, ca
     assert "../../k8/search/06_benchmark_eval/questions.parquet" in noted
 
 
+def test_accuracies_by_k_stand_beside_what_was_published_of_k():
+    variants = [
+        variant("reference", 0.9, model__num_latent=4),
+        variant("k0", 0.4, systems=("stage1",), model__num_latent=0),
+        variant("alpha", 0.8, model__num_latent=4, rl__alpha=0.3),  # its K is the reference's
+    ]
+    found = ablation_table(variants, **OPTIONS)
+    shown = ablations.thoughts_beside(found, variants[0])
+    assert list(shown.index) == [0, 1, 2, 4, 8]
+    theirs = shown["the paper, published, second-hand"]
+    assert theirs[4] == "four thoughts capture most of the benefit"
+    assert (theirs.drop(4) == "–").all()  # its numbers could not be found
+    ours = shown["stage1, accuracy %"]
+    table = found.set_index(["setting", "system"])["accuracy"]
+    assert ours[4].startswith(f"{100 * table['as the reference', 'stage1']:.1f} [")
+    assert ours[0].startswith(f"{100 * table['model.num_latent 0', 'stage1']:.1f} [")
+    assert (ours[[1, 2, 8]] == "–").all()
+
+
 def test_the_notebook_gathers_the_variants_of_its_own_domain(experiment):
     for variant_home in list(experiment.iterdir()):
         (variant_home / "search").rename(variant_home / "tool")

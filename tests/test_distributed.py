@@ -10,15 +10,18 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from alar.domains.search.questions import solved_questions
 from alar.domains.tool import questions as tool_questions
 from alar.domains.tool.protocol import TOOL
-from alar.model import load, save
+from alar.model import from_base, load, save
+from alar.model.outline import outline
 from alar.model.packing import pack, sequence_ids, with_filler
 from alar.records import write_trajectories
 from alar.rollout.codec import Codec
@@ -33,8 +36,8 @@ from tests.distributed_ranks import CASES, PAD, ROWS, TRAINING, example, trainin
 from tests.test_examples import expert_trajectory
 
 
-def torchrun(*arguments, limit: int):
-    """Two processes; their output is shown where they fail, and they are ended after `limit`
+def torchrun(*arguments, limit: int, processes: int = 2):
+    """Several processes; their output is shown where they fail, and they are ended after `limit`
     seconds."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -47,7 +50,7 @@ def torchrun(*arguments, limit: int):
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node",
-        "2",
+        str(processes),
         *map(str, arguments),
     ]
     with subprocess.Popen(
@@ -74,6 +77,67 @@ def ranks(random_model, tmp_path_factory):
     save(*random_model(), folder / "model")
     torchrun("tests/distributed_ranks.py", folder, limit=240)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)], folder
+
+
+@pytest.fixture(scope="module")
+def wide_model(random_model, tokenizer, tmp_path_factory):
+    """Folder of a latent model of 60 M parameters (240 MB), where no single one is large, and of a
+    small one."""
+    base = tmp_path_factory.mktemp("base")
+    config = Qwen2Config(
+        vocab_size=len(tokenizer) + 16,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=14,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    folder = tmp_path_factory.mktemp("wide")
+    save(*from_base(base), folder / "model")
+    save(*random_model(), folder / "small")
+    return folder
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="counts memory as Linux does"
+)
+def test_four_processes_load_a_model_in_little_more_memory_than_its_checkpoint(wide_model):
+    torchrun("tests/loading_ranks.py", wide_model, limit=240, processes=4)
+    found = [json.loads((wide_model / f"loading-{rank}.json").read_text()) for rank in range(4)]
+    stored = (wide_model / "model" / "model.safetensors").stat().st_size
+    assert stored > 2e8
+    # Here the shards are host memory too. On GPUs they are not, and hardly anything is left.
+    assert sum(one["loading"] for one in found) < 1.3 * stored, found
+    # The first process gets the whole model, the others hold one parameter at a time.
+    assert found[0]["equal"] and found[0]["collecting"] < 1.3 * stored, found
+    assert max(one["collecting"] for one in found[1:]) < 0.1 * stored, found
+
+
+def test_an_outline_of_a_checkpoint_in_several_files_names_what_is_missing(wide_model, tmp_path):
+    model, tokenizer = load(wide_model / "model", device="cpu")
+    model.save_pretrained(tmp_path, max_shard_size="50MB")
+    tokenizer.save_pretrained(tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 4
+    empty, _, weights = outline(tmp_path, num_latent=4)
+    assert empty.lm_head.weight is empty.model.embed_tokens.weight
+    for name, parameter in empty.named_parameters():
+        whole = model.get_parameter(name)
+        assert torch.equal(weights.rows(parameter, 1, 3), whole[1:3]), name
+        assert parameter.dtype == whole.dtype and parameter.shape == whole.shape
+        assert parameter.untyped_storage().nbytes() == parameter.itemsize
+    with pytest.raises(ValueError, match="K = 4, but K = 2"):
+        outline(tmp_path, num_latent=2)
+    index = tmp_path / "model.safetensors.index.json"
+    known = json.loads(index.read_text())
+    known["weight_map"] = {
+        name: file for name, file in known["weight_map"].items() if "projector" not in name
+    }
+    index.write_text(json.dumps(known))
+    with pytest.raises(ValueError, match="the projector missing"):
+        outline(tmp_path)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -164,6 +228,24 @@ def test_training_equals_one_process_with_batches_twice_as_large(ranks, trainabl
             assert (one[name] - many[name]).norm() <= 1e-2 * max(
                 (one[name] - before[name]).norm(), 1e-6
             ), name
+
+
+def test_a_process_leaves_while_a_thread_is_alive_and_loses_no_output():
+    script = """
+import threading, time
+from alar.train.distributed import leave
+threading.Thread(target=time.sleep, args=(600,)).start()  # the interpreter would wait for it
+print("written", flush=False)
+leave(3)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": str(repository())},
+    )
+    assert (done.returncode, done.stdout) == (3, "written\n")
 
 
 def test_processes_share_every_batch_and_make_the_same_number_of_steps():

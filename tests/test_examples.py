@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from alar.domains.search.questions import solved_questions
-from alar.model import load_base
+from alar.domains.search.questions import conclusions, solved_questions
+from alar.model import load_base, plain_latent_states
 from alar.records import Origin, Question, Trajectory, TurnRecord
 from alar.rollout.codec import Codec
 from alar.train.config import Supervised
@@ -16,9 +16,11 @@ from alar.train.examples import (
     SimilarBatches,
     aasd_examples,
     collate,
+    thought_labels,
     warmup_examples,
     with_latent_turns,
 )
+from alar.train.labels import label_accuracy
 from alar.train.supervised import labelled_loss, mark_trainable, train
 
 OBSERVATION = "\n\n<information>Doc 1(Title: x) text</information>\n\n"
@@ -65,6 +67,79 @@ def test_loss_falls_on_tags_separators_and_actions_only(codec, trajectories):
         assert (
             example.ids.count(codec.latent_token_id) == 4 * len(t.turns) == 4 * example.num_blocks
         )
+
+
+def test_labelled_thoughts_hold_what_the_steps_of_their_text_conclude(codec, trajectories):
+    for t, example in zip(trajectories, aasd_examples(trajectories, codec, conclusions)):
+        plain = with_latent_turns(t, codec, [True] * len(t.turns))
+        assert example.ids == plain.ids  # a label is never fed
+        places = [place for place, i in enumerate(example.ids) if i == codec.latent_token_id]
+        for number, turn in enumerate(t.turns):
+            thought = codec.form.parse(codec.text(t.ids[turn.start : turn.end])).reasoning
+            block = places[4 * number : 4 * number + 4]
+            labels = [example.labels[place] for place in block]
+            assert labels == thought_labels(conclusions(thought), codec)
+            assert (-100 not in labels) == (number in t.question.hard_turns)
+        others = set(range(len(plain.ids))) - set(places)
+        assert all(example.labels[place] == plain.labels[place] for place in others)
+
+
+def test_every_thought_has_a_label_where_something_is_concluded(random_model):
+    codec = Codec.of(*random_model(num_latent=8))
+    assert codec.tokenizer.decode(thought_labels(["=", "<", "<", "<", "9"], codec)) == "=<<<9999"
+    assert codec.tokenizer.decode(thought_labels("0123456789", codec)) == "01245679"
+    assert thought_labels([], codec) == [-100] * 8
+
+
+def test_a_teacher_that_the_expert_cannot_read_is_an_error(codec, trajectories):
+    with pytest.raises(ValueError, match="aasd.supervision: none"):
+        aasd_examples(trajectories, codec, lambda thought: [])
+
+
+def test_the_label_of_a_thought_is_read_from_the_state_before_it(random_model, trajectories):
+    model, tokenizer = random_model()
+    codec = Codec.of(model, tokenizer)
+    labelled = next(
+        example
+        for example in aasd_examples(trajectories, codec, conclusions)
+        if any(label not in (-100, token) for token, label in zip(example.ids, example.labels))
+    )
+    # One token after the other, each scored from the state before it.
+    with torch.no_grad():
+        hidden = plain_latent_states(model, torch.tensor(labelled.ids)).hidden
+        costs = [
+            torch.nn.functional.cross_entropy(model.lm_head(hidden[i - 1]), torch.tensor(label))
+            for i, label in enumerate(labelled.labels)
+            if label != -100
+        ]
+        loss = model(**collate([labelled], tokenizer.pad_token_id)).loss
+    torch.testing.assert_close(loss, torch.stack(costs).mean())
+
+
+def test_label_accuracy_is_the_share_of_first_choices_before_each_thought(
+    random_model, trajectories
+):
+    model, tokenizer = random_model()
+    codec = Codec.of(model, tokenizer)
+    examples = aasd_examples(trajectories[:8], codec, conclusions)
+    found = []  # (k, whether the label is the first choice), one sequence after the other
+    for number, example in enumerate(examples):
+        with torch.no_grad():
+            hidden = plain_latent_states(model, torch.tensor(example.ids)).hidden
+        choices = model.lm_head(hidden).argmax(-1).tolist()
+        places = [place for place, i in enumerate(example.ids) if i == codec.latent_token_id]
+        for n, place in enumerate(places):
+            if example.labels[place] == -100:
+                continue
+            if n % 4 == 1:  # make some labels right, so that the shares are not all zero
+                example.labels[place] = choices[place - 1] if number % 2 else 0
+            found.append((n % 4 + 1, choices[place - 1] == example.labels[place]))
+    table = label_accuracy(model, examples, codec, batch_size=3)
+    for k in range(1, 5):
+        hits = [hit for step, hit in found if step == k]
+        assert table.loc[k, "n"] == len(hits) > 0
+        assert table.loc[k, "label is read"] == pytest.approx(sum(hits) / len(hits))
+    assert 0 < table.loc[2, "label is read"] < 1
 
 
 def test_kept_thoughts_carry_loss_and_observations_never_do(codec, trajectories):

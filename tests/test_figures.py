@@ -12,9 +12,9 @@ import pytest
 from matplotlib.text import Text
 
 from alar import figures
-from alar.evaluate import statistics, tables
+from alar.evaluate import published, statistics, tables
 from alar.evaluate.intervals import Estimate
-from alar.figures import published, training
+from alar.figures import training
 
 SYSTEMS = ("base", "stage1", "warmup", "alar", "alar-think", "alar-latent")
 TURNS = {"single": 2, "bridge": 3, "comparison": 3, "arithmetic": 3}
@@ -222,7 +222,7 @@ def ablated() -> pd.DataFrame:
 DRAWINGS = {
     "ablations_figure": lambda: figures.ablations_figure(ablated()),
     "accuracy_against_tokens": lambda: figures.accuracy_against_tokens(summary()),
-    "stages": lambda: figures.stages(summary()),
+    "stages": lambda: figures.stages(summary(), domain="search"),
     "question_types": lambda: figures.question_types(summary()),
     "controls_figure": lambda: figures.controls_figure(
         summary(("intact", "zeroed", "text"), base="intact")
@@ -330,7 +330,7 @@ def test_the_scale_and_the_number_of_questions_are_in_the_small_print():
 
 
 def test_published_reductions_are_the_papers():
-    results = published.results().set_index(["setting", "system"])
+    results = published.points().set_index(["setting", "system"])
     assert results.loc[("Search-R1 7B", "alar"), "token_reduction"] == pytest.approx(
         0.436, abs=5e-4
     )
@@ -350,7 +350,7 @@ def test_published_points_are_hollow_and_ours_filled():
     faces = [
         line.get_markerfacecolor() for line in figure.axes[0].lines if len(line.get_xdata()) == 1
     ]
-    assert faces.count("none") >= len(published.results()) - 3
+    assert faces.count("none") >= len(published.points()) - 3
     assert (table["source"] == "measured").sum() == len(SYSTEMS) - 1
 
 
@@ -375,10 +375,8 @@ def test_every_point_is_drawn_once_in_full():
 
 
 def test_one_axis_is_enough_when_no_point_lies_far_off(monkeypatch):
-    results = published.results()
-    monkeypatch.setattr(
-        published, "results", lambda: results[results["accuracy_difference"] > -0.1]
-    )
+    results = published.points()
+    monkeypatch.setattr(published, "points", lambda: results[results["accuracy_difference"] > -0.1])
     close = summary(("base", "alar"), n=400)
     close[["em_difference", "em_difference_low", "em_difference_high"]] = [-0.01, -0.02, 0.0]
     assert len(figures.accuracy_against_tokens(close)[0].axes) == 1

@@ -4,6 +4,8 @@ hostile text."""
 import itertools
 import math
 import random
+import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -361,6 +363,93 @@ def test_a_thousand_random_schedules_write_what_each_request_writes_alone(random
     assert sum(ties) < len(ties) / 2 and exceptions <= compared / 100
 
 
+def in_turns(engine, first, observations, sampling) -> list[list]:
+    """What each session wrote in its turns. Between them it reads an observation."""
+    requests, written = list(first), [[] for _ in first]
+    for seen in [*observations, None]:
+        outputs = engine.generate(requests, sampling)
+        for place, (request, output) in enumerate(zip(requests, outputs)):
+            written[place].append(output)
+            if seen is not None:
+                context = [*request.ids, *output.ids, *seen[request.session]]
+                latents = [*request.latents, *output.latents]
+                requests[place] = replace(request, ids=context, latents=latents)
+    engine.release([request.session for request in first])
+    return written
+
+
+def live_bytes(monkeypatch) -> dict[str, int]:
+    """Bytes of the tensors that `Tensor.new_zeros` made, which makes the shelves: now and at most,
+    while a shelf is resized too."""
+    count, original = {"now": 0, "most": 0}, torch.Tensor.new_zeros
+
+    def freed(size):
+        count["now"] -= size
+
+    def counted(self, *shape, **options):
+        made = original(self, *shape, **options)
+        count["now"] += made.nbytes
+        count["most"] = max(count.values())
+        weakref.finalize(made, freed, made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", counted)
+    return count
+
+
+@pytest.mark.timeout(600)  # half a minute on a quiet machine
+def test_the_keys_of_2000_trajectories_stay_within_the_budget_and_no_result_changes(
+    random_model, monkeypatch
+):
+    model, tokenizer = random_model()
+    model.double()  # no near ties: rounding depends on the batch
+    codec, rng, budget = Codec.of(model, tokenizer), random.Random(6), 24 * 2**20
+    forced = [[], codec.latent_open, codec.think_open]
+    sampling = Sampling(16, 1.0, stop=("</search>",))
+    bounded = HFEngine(model, tokenizer, cache_bytes=budget)
+    free = HFEngine(model, tokenizer, cache_bytes=2**40)
+    pauses, pause = [], bounded._pause
+    monkeypatch.setattr(bounded, "_pause", lambda turn: pauses.append(turn) or pause(turn))
+    work, expected, needed = [], [], 0
+    for start in range(0, 2000, 250):
+        sessions = range(start, start + 250)
+        contexts = prompts(codec, rng, 100)
+        first = [
+            TurnRequest(one, rng.choice(contexts), [], rng.choice(forced), seed=one)
+            for one in sessions
+        ]
+        seen = {one: rng.choices(range(3, 900), k=rng.randint(1, 150)) for one in sessions}
+        work.append((first, [seen], sampling))
+        expected += in_turns(free, *work[-1])
+        needed = max(needed, free.cache.allocated)
+        free.reset()
+    live, found = live_bytes(monkeypatch), []
+    for entry in work:
+        found += in_turns(bounded, *entry)
+    assert 0.5 * budget < live["most"] <= budget
+    assert needed > 5 * budget and len(pauses) > 10
+    for one, other in zip(found, expected, strict=True):
+        for ours, theirs in zip(one, other, strict=True):
+            assert (ours.ids, ours.origins) == (theirs.ids, theirs.origins)
+            assert np.allclose(ours.logprobs, theirs.logprobs, atol=1e-5, equal_nan=True)
+            assert np.allclose(ours.latents, theirs.latents, atol=1e-5)
+
+
+def test_a_context_that_the_budget_cannot_hold_is_refused(random_model):
+    model, tokenizer = random_model()
+    engine = HFEngine(model, tokenizer, cache_bytes=2**20)
+    with pytest.raises(ValueError, match="cache_bytes"):
+        engine.generate([TurnRequest(0, engine.codec.prompt("x") * 10, [])], SAMPLING)
+
+
+def test_a_closed_engine_keeps_neither_keys_nor_model(random_model):
+    with HFEngine(*random_model()) as engine:
+        engine.generate([TurnRequest(0, engine.codec.prompt("x"), [])], SAMPLING)
+        model = weakref.ref(engine.model)
+        keys = weakref.ref(next(engine.cache.slots()).shelf.data[0])
+    assert keys() is None and model() is None and engine.codec
+
+
 def test_the_rollouts_of_one_prompt_compute_it_once(random_model):
     model, tokenizer = random_model()
     engine = HFEngine(model, tokenizer)
@@ -390,7 +479,7 @@ def test_a_beginning_with_other_latents_is_not_shared(random_model):
         (3, mixed, len(opened) + 2),
     ):
         request = TurnRequest(session, ids, list(latents))
-        assert engine._known(request)[1] == known
+        assert engine._known(session, ids, list(latents))[1] == known
         assert compare(model, engine, [request]) == 0
         engine.release([1, 2, 3])
         engine.reset()

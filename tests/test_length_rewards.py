@@ -12,6 +12,7 @@ import torch
 from alar.domains.search.environment import SearchEnvironment
 from alar.domains.search.questions import training_questions
 from alar.engines.verl import Job
+from alar.engines.verl.launch import verl_job
 from alar.engines.verl.settings import hydra_values
 from alar.methods.length_rewards import (
     O1Pruner,
@@ -326,6 +327,30 @@ def test_a_job_for_verl_carries_the_reward_and_refuses_what_verl_cannot_sample(t
     with pytest.raises(ValueError, match="reference"):
         job(O1Pruner())
     job(O1Pruner(reference="means.jsonl"))
+
+
+def test_prompts_without_reference_means_are_refused_before_anything_runs(shipped, tmp_path):
+    asked = training_questions(4, worlds=1, seed=3)
+    means = {question.id: Reference(100.0, 0.5) for question in asked}
+    folders = [tmp_path / name for name in ("model", "job")]
+
+    def under_verl(reward):
+        strategy = length_grpo(reward, CONFIG)
+        return verl_job(*folders, asked, [], CONFIG, strategy, environment={"domain": "search"})
+
+    def in_one_process(reward):
+        return trainer_of(shipped, tmp_path / "here", reward)
+
+    for start in (under_verl, in_one_process):
+        path = tmp_path / f"{start.__name__}.jsonl"
+        reward = O1Pruner(reference=str(path))
+        with pytest.raises(ValueError, match=f"there is no file {path}"):
+            start(reward)
+        write_references(path, dict(list(means.items())[:-1]))
+        with pytest.raises(ValueError, match=f"1 of 4 questions, '{asked[-1].id}' first"):
+            start(reward)
+        write_references(path, means)
+        start(reward)
 
 
 @pytest.mark.skipif(

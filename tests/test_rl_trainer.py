@@ -262,6 +262,26 @@ def test_lora_trains_adapters_and_returns_a_plain_model(random_model, tmp_path):
     assert {name for name, _ in trained.named_parameters()} == names
 
 
+@pytest.mark.parametrize("returned, kept", [("best", 2), ("last", 3)])
+def test_the_asked_weights_are_returned_and_decay_reaches_the_optimizer(
+    random_model, tmp_path, monkeypatch, returned, kept
+):
+    trainer = make(
+        random_model, tmp_path, weight_decay=0.25, returned_weights=returned, validation_every=1
+    )
+    assert {group["weight_decay"] for group in trainer.optimizer.param_groups} == {0.25}
+    rewards = iter([0.1, 0.9, 0.5])  # of the three steps' validation
+    monkeypatch.setattr(trainer, "validate", lambda: {"validation_reward": next(rewards)})
+    after = {}  # step → weights
+
+    def keep(row):
+        after[row["step"]] = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+
+    model = trainer.fit(log=keep)
+    assert all(torch.equal(p, after[kept][name]) for name, p in model.named_parameters())
+    assert any(not torch.equal(after[2][name], after[3][name]) for name in after[2])
+
+
 def test_outcomes_count_parsed_turns(rolled):
     trainer, trajectories, groups = rolled
     summaries = [TrajectorySummary.of(t, trainer.engine.codec) for t in trajectories]

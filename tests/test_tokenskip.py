@@ -538,10 +538,13 @@ def test_every_ratio_becomes_a_row_that_names_the_scorer(random_model, tmp_path)
         "accuracy %",
         "think tokens",
         "tokens (correct)",
+        "accuracy %, published",
+        "think tokens, published",
+        "tokens (correct), published",
     ]
     achieved = pd.DataFrame({"requested": [0.5], "tokens_per_sample": [9.0]})
     figure, drawn = figures.ratios(table, achieved)
-    assert len(drawn) == 2 and figure._repr_png_().startswith(b"\x89PNG")
+    assert (drawn["source"] == "measured").sum() == 2 and figure._repr_png_().startswith(b"\x89PNG")
 
 
 def test_achieved_rates_count_the_policys_tokens(codec, rows):

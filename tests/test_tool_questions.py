@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from alar import protocol
-from alar.domains import arithmetic
+from alar.domains import arithmetic, catalogue
 from alar.domains.tool import bfcl, questions
 from alar.domains.tool.environment import ToolEnvironment, check_turns, toolmind_score, verdict
 from alar.domains.tool.functions import TOOLS, own_name
@@ -402,6 +402,20 @@ def test_chains_of_thought_compute_what_they_say():
     assert arithmetic.times_text(3, 7) == "3*7, so 21"
 
 
+def test_the_conclusions_of_a_chain_of_thought_end_in_its_result():
+    conclusions = catalogue.of("tool").conclusions
+    for solved in questions.solved_questions("train", 200, 0):
+        for number, step in enumerate(solved.steps):
+            found = "".join(conclusions(step.thought))
+            assert bool(found) == (number in solved.question.hard_turns)
+            if found:
+                result = re.search(r", so ([\d-]+)", step.thought)[1]
+                assert found.endswith(re.sub(r"^\d{4}-|-", "", result))
+    assert conclusions(f"{arithmetic.times_text(13, 24)}.") == [*"52260", *"2-1+3", *"312"]
+    later = arithmetic.later_text(date(2024, 2, 25), 7)  # 25 + 7 = 32, 32 - 29 = 3
+    assert conclusions(f"{later}.") == [*"32", "3", *"0303"]
+
+
 def test_trajectories_are_short(rolled):
     """With the search model's tokenizer, which splits these texts finer than one of their own does:
     400 is the aim for that."""
@@ -437,6 +451,7 @@ def test_a_bfcl_evaluation_goes_on_where_it_was_interrupted(codec, tmp_path):
     table = evaluate_bfcl(spoilt, tmp_path, **settings)
     assert list(table["correct"]) == [True, True, True, False, True] and table["reason"][3]
     assert accuracy_table(table).set_index("category").loc["macro", "accuracy"] == 0.8
+    assert list(table["published_protocol"]) == [True, True, True, False, True]
     again = evaluate_bfcl(engine([]), tmp_path, **settings)
     assert list(again["correct"]) == list(table["correct"])
     narrow = evaluate_bfcl(engine([]), tmp_path / "narrow", **settings, context=100)
@@ -477,6 +492,8 @@ def test_the_command_evaluates_a_checkpoint_on_bfcl_and_goes_on(tmp_path, capsys
         questions.groupby("category")["correct"].mean().mean()
     )
     assert all(name in printed for name in table.index)
+    # The released check knows no irrelevance, so it has no mean of these two.
+    assert list(table["published_protocol"].isna()) == [False, True, True]
     written = {path: path.stat().st_mtime_ns for path in results.glob("*.jsonl")}
     assert len(written) == 2 and bfcl_command([str(model), str(results), *wanted]) == 0
     assert written == {path: path.stat().st_mtime_ns for path in results.glob("*.jsonl")}

@@ -1,10 +1,11 @@
-"""Real verl on CPU processes: two AR-GRPO steps, resumed jobs equal to uninterrupted ones, one
-rollout for both trainers.
+"""Real verl on CPU processes: two AR-GRPO steps, killed and resumed jobs equal to uninterrupted
+ones, one rollout for both trainers. New weights travel in buckets smaller than one matrix.
 
 A job is a subprocess with a Ray cluster of its own and costs about 135 seconds of CPU time, nearly
-all of it imports. So one combination of LoRA or full with cached or recomputed latents runs by
-default, the others and a killed worker are `full`; tests/test_verl_engine.py has the mathematics of
-all four.
+all of it imports. So two run by default, side by side: one with recomputed latents to its end, one
+with cached ones that is killed in its second step and started again. Both are held against the
+single-process trainer. The other combinations, and killed jobs against whole ones, are `full`;
+tests/test_verl_engine.py has the mathematics of all four.
 """
 
 import importlib.util
@@ -12,7 +13,9 @@ import json
 import os
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pyarrow.parquet as pq
@@ -59,6 +62,7 @@ RL = RLConfig(
     lora_alpha=8,
 )
 LIMITS = {"max_turns": 4, "max_new_tokens": 64}
+BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 
 
 OURS = ar_grpo(RL)
@@ -74,9 +78,10 @@ PAIRS = {
     "full-cached": dict(trainable="full", latents="cached"),
     "lora-recomputed": dict(trainable="lora", latents="recomputed", train_projector=True),
 }
-CASES = [
-    pytest.param(name, marks=[pytest.mark.full] * (number > 0)) for number, name in enumerate(PAIRS)
-]
+# Full ones: the adapters of LoRA start at random, and the two trainers draw other ones.
+BY_DEFAULT = [("full-recomputed", "whole"), ("full-cached", "killed")]
+OTHERS = [(name, "whole") for name in PAIRS if (name, "whole") not in BY_DEFAULT]
+CASES = BY_DEFAULT + [pytest.param(*case, marks=pytest.mark.full) for case in OTHERS]
 BEHAVIOUR = (
     "reward",
     "accuracy",
@@ -102,23 +107,55 @@ def a_job(base, folder, questions, name) -> Job:
     asked, validation = questions
     rl = changed(**PAIRS[name])
     strategy = ar_grpo(rl)
-    return verl_job(base, folder, asked, validation, rl, strategy, environment={}, **LIMITS)
+    job = verl_job(base, folder, asked, validation, rl, strategy, environment={}, **LIMITS)
+    return replace(job, overrides={BUCKET: 1})  # MiB; the embeddings alone take 1.5
+
+
+def whole(job):
+    rows = []
+    run_job(job, log=rows.append)
+    return job, rows
+
+
+def killed(job):
+    """A job whose actor is killed in its second step, started again."""
+
+    def kill_the_actor(row):
+        processes = psutil.Process().children(recursive=True)
+        drivers = [p for p in processes if any(job.folder in part for part in p.cmdline())]
+        for driver in drivers:  # of this job, as another one may run beside it
+            for process in driver.children(recursive=True):
+                if any("LatentActor" in part or "WorkerDict" in part for part in process.cmdline()):
+                    os.kill(process.pid, signal.SIGKILL)
+
+    with pytest.raises(JobFailed, match="died unexpectedly") as failure:
+        run_job(job, log=kill_the_actor, poll=0.1)
+    assert "goes on from its last checkpoint" in str(failure.value)
+    assert (job.state / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert not job.checkpoint.exists()
+    return whole(job)
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(base, questions, tmp_path_factory):
-    """name → (job, rows) of a job that ran through, computed once."""
-    done = {}
+def finished(base, questions, tmp_path_factory):
+    """finished(name, how) → (job, rows) of a job that was done `how`, computed once."""
+    started = {}
+    with ThreadPoolExecutor(2) as pool:
 
-    def run(name):
-        if name not in done:
-            rows = []
-            job = a_job(base, tmp_path_factory.mktemp(name), questions, name)
-            run_job(job, log=rows.append)
-            done[name] = job, rows
-        return done[name]
+        def start(name, how):
+            if (name, how) not in started:
+                folder = tmp_path_factory.mktemp(f"{name}-{how}")
+                run = {"whole": whole, "killed": killed}[how]
+                started[name, how] = pool.submit(run, a_job(base, folder, questions, name))
+            return started[name, how]
 
-    return run
+        def result(*case):
+            if case in BY_DEFAULT:  # the imports of a job keep one core busy, not two
+                for each in BY_DEFAULT:
+                    start(*each)
+            return start(*case).result()
+
+        yield result
 
 
 def weights(folder):
@@ -136,13 +173,13 @@ def without_time(rows):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_job_resumed_from_step_1_equals_an_uninterrupted_one(
-    uninterrupted, base, questions, tmp_path, name
+    finished, base, questions, tmp_path, name
 ):
-    whole, expected = uninterrupted(name)
+    through, expected = finished(name, "whole")
     job = a_job(base, tmp_path, questions, name)
-    shutil.copytree(whole.state / "global_step_1", job.state / "global_step_1")
+    shutil.copytree(through.state / "global_step_1", job.state / "global_step_1")
     (job.state / "latest_checkpointed_iteration.txt").write_text("1")
-    shutil.copy(whole.metrics, job.metrics)  # with a row of step 2, which is done again
+    shutil.copy(through.metrics, job.metrics)  # with a row of step 2, which is done again
     rows = []
     run_job(job, log=rows.append)
     for one, other in zip(
@@ -151,7 +188,7 @@ def test_a_job_resumed_from_step_1_equals_an_uninterrupted_one(
         assert one == pytest.approx(other, nan_ok=True)
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[1]["diversity_weight"] == 0 < rows[0]["diversity_weight"] < 1
-    start, ours, theirs = weights(base), weights(job.checkpoint), weights(whole.checkpoint)
+    start, ours, theirs = weights(base), weights(job.checkpoint), weights(through.checkpoint)
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     moved = {key for key in theirs if not torch.equal(start[key], theirs[key])}
     assert any("q_proj" in key for key in moved)
@@ -160,20 +197,24 @@ def test_a_job_resumed_from_step_1_equals_an_uninterrupted_one(
 
 @needs_verl
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", CASES)
-def test_the_actor_gives_sampled_tokens_the_probability_they_were_sampled_with(uninterrupted, name):
-    _, rows = uninterrupted(name)
-    assert (
-        rows[0]["ratio_error"] <= 1e-4
-    )  # the largest; after z of an untrained projector come tokens of tiny probability
+@pytest.mark.parametrize("name, how", CASES)
+def test_the_actor_gives_sampled_tokens_the_probability_they_were_sampled_with(finished, name, how):
+    """In the second step too: all of the new weights have reached the rollout server."""
+    job, rows = finished(name, how)
+    assert max(p.nbytes for p in weights(job.checkpoint).values()) > 2**20 * job.overrides[BUCKET]
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        # The largest; after z of an untrained projector come tokens of tiny probability.
+        assert row["ratio_error"] <= 1e-4
 
 
 @needs_verl
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name, how", BY_DEFAULT)
 def test_both_trainers_have_the_same_rollouts_and_make_the_same_updates(
-    uninterrupted, base, questions, tmp_path
+    finished, base, questions, tmp_path, name, how
 ):
-    job, rows = uninterrupted("full-recomputed")
+    job, rows = finished(name, how)
     expected = []
     model, tokenizer = load(base)
     trainer = ARGRPO(
@@ -206,10 +247,8 @@ def test_both_trainers_have_the_same_rollouts_and_make_the_same_updates(
     assert len(checked) == 4 and {k: rows[1][k] for k in checked} == pytest.approx(
         {k: expected[1][k] for k in checked}
     )
-    start, everywhere = (
-        weights(base),
-        {key: torch.ones_like(value, dtype=torch.bool) for key, value in after[0].items()},
-    )
+    start = weights(base)
+    everywhere = {key: torch.ones_like(value, dtype=torch.bool) for key, value in after[0].items()}
     assert (
         apart(after[0], actor_weights(job.state / "global_step_1"), start, everywhere) <= 0.005
     )  # 0.001 seen
@@ -257,25 +296,44 @@ def apart(ours, theirs, start, where):
 @needs_verl
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-def test_a_killed_worker_ends_the_job_clearly_and_it_resumes(
-    uninterrupted, base, questions, tmp_path
-):
-    whole, expected = uninterrupted("full-recomputed")
-    job = a_job(base, tmp_path, questions, "full-recomputed")
-
-    def kill_the_actor(row):
-        for process in psutil.Process().children(recursive=True):
-            if any("LatentActor" in part or "WorkerDict" in part for part in process.cmdline()):
-                os.kill(process.pid, signal.SIGKILL)
-
-    with pytest.raises(JobFailed, match="died unexpectedly") as failure:
-        run_job(job, log=kill_the_actor)
-    assert "goes on from its last checkpoint" in str(failure.value)
-    assert (job.state / "latest_checkpointed_iteration.txt").read_text() == "1"
-    run_job(job, log=lambda row: None)
-    ours, theirs = weights(job.checkpoint), weights(whole.checkpoint)
+@pytest.mark.parametrize("name", ["full-recomputed", "full-cached", "lora-cached"])
+def test_a_killed_job_ends_with_the_numbers_of_an_uninterrupted_one(finished, name):
+    through, expected = finished(name, "whole")
+    job, rows = finished(name, "killed")
+    for one, other in zip(without_time(rows), without_time(expected), strict=True):
+        assert one == pytest.approx(other, nan_ok=True)
+    ours, theirs = weights(job.checkpoint), weights(through.checkpoint)
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     assert not [p for p in psutil.Process().children(recursive=True) if "ray" in p.name()]
+
+
+@needs_verl
+def test_weights_reach_the_rollout_server_in_buckets_smaller_than_one_matrix(base, monkeypatch):
+    import asyncio
+
+    from alar.engines.verl import rollout as module
+
+    server, sent = module.HFServer(str(base)), []
+    before = {key: value.clone() for key, value in server.engine.model.state_dict().items()}
+
+    async def receive(bucket, last):
+        sent.append([data.nbytes for _, data in bucket])
+        server.receive(bucket, last)
+
+    handle = SimpleNamespace(receive=SimpleNamespace(remote=receive))
+    monkeypatch.setattr(module.ray, "get_actor", lambda name: handle)
+    monkeypatch.setattr(module.torch.distributed, "get_rank", lambda: 0)
+    actor = object.__new__(module.HFRollout)
+    sizes = SimpleNamespace(update_weights_bucket_megabytes=1)
+    actor.config = SimpleNamespace(checkpoint_engine=sizes)
+    new = {key: value + 1 for key, value in before.items()}
+    asyncio.run(actor.update_weights(iter(new.items())))
+    assert len(sent) > 4 and all(sum(sizes) <= 2**20 for sizes in sent)
+    after = server.engine.model.state_dict()
+    assert all(torch.equal(after[key], new[key]) for key in new) and not server.arrived
+    new.pop("model.projector.down.weight")
+    with pytest.raises(RuntimeError, match="missing .'model.projector.down.weight'"):
+        asyncio.run(actor.update_weights(iter(new.items())))
 
 
 def test_prompts_come_back_from_the_parquet_file_in_the_order_of_the_steps(questions, tmp_path):
@@ -303,6 +361,72 @@ def test_a_job_survives_its_file_and_reaches_verl_whole(base, questions, tmp_pat
         values["actor_rollout_ref.model.lora_rank"] == 4
         and values["actor_rollout_ref.actor.kl_loss_coef"] == 0.1
     )
+
+
+@needs_verl
+def test_group_size_clip_high_and_weight_decay_reach_verl_and_its_loss():
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.workers.config import ActorConfig
+
+    import alar.engines.verl.loss  # noqa: F401  registers it
+
+    rl = changed(group_size=16, clip_low=0.1, clip_high=0.28, weight_decay=0.01)
+    job = Job(model="", folder="x", prompts="", validation="", rl=rl, strategy=ar_grpo(rl))
+    values = {
+        key.removeprefix("actor_rollout_ref."): value for key, value in hydra_values(job).items()
+    }
+    assert values["rollout.n"] == 16 and values["data.train_batch_size"] == rl.prompts_per_step
+    assert values["actor.optim.weight_decay"] == 0.01
+    names = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+    actor = ActorConfig(
+        **{name: values[f"actor.{name}"] for name in names},
+        strategy="fsdp2",
+        rollout_n=values["rollout.n"],
+        ppo_micro_batch_size_per_gpu=1,
+    )
+    torch.manual_seed(0)
+    old, advantages = -torch.rand(1, 200), torch.randn(1, 200)
+    new = old + 0.3 * torch.randn(1, 200)
+    theirs, metrics = get_policy_loss_fn(values["actor.policy_loss.loss_mode"])(
+        old, new, advantages, torch.ones(1, 200), values["actor.loss_agg_mode"], actor
+    )
+    ours, clipped = job.strategy.loss(new[0], old[0], advantages[0])
+    assert theirs.item() == pytest.approx(ours.item(), rel=1e-5)
+    assert metrics["actor/pg_clipfrac"] == pytest.approx(clipped) and clipped > 0.1
+    symmetric = ar_grpo(changed(clip_low=0.1, clip_high=0.1)).loss(new[0], old[0], advantages[0])
+    assert theirs.item() != pytest.approx(symmetric[0].item(), rel=1e-3)
+
+
+@needs_verl
+@pytest.mark.parametrize("returned, step", [("best", 1), ("last", 3)])
+def test_a_job_ends_with_the_weights_that_were_asked_for(tmp_path, monkeypatch, returned, step):
+    """The trainer's own part of three steps and their validation, without Ray."""
+    from alar.engines.verl import trainer as module
+
+    rl = changed(returned_weights=returned, validation_every=1)
+    job = Job(model="", folder=str(tmp_path), prompts="", validation="", rl=rl, strategy=OURS)
+    job.state.mkdir()
+    rewards = iter([0.9, 0.2, 0.4])
+    monkeypatch.setattr(module, "summary_of", lambda note: note)
+    monkeypatch.setattr(type(OURS.reward), "validation", lambda self, summaries, total: [])
+    monkeypatch.setattr(
+        module, "validation_metrics", lambda *_: {"validation_reward": next(rewards)}
+    )
+    monkeypatch.setattr(
+        module.PPOTrainerSync, "_val_metrics_update", lambda *_, **__: {}, raising=True
+    )
+    trainer = object.__new__(module.VerlARGRPO)
+    trainer.job, trainer.row = job, {}
+
+    def export(folder):  # the step whose weights these are
+        os.makedirs(folder)
+        (module.Path(folder) / "step").write_text(str(trainer.global_steps))
+
+    trainer.actor_rollout_wg = SimpleNamespace(export_checkpoint=export)
+    for trainer.global_steps in (1, 2, 3):
+        trainer._val_metrics_update([], [], {"alar": []}, [])
+    trainer.finish()
+    assert (job.checkpoint / "step").read_text() == str(step)
 
 
 @pytest.mark.parametrize(
@@ -343,6 +467,8 @@ def test_jobs_that_cannot_be_are_refused(changes, message):
         ("algorithm.use_kl_in_reward", True, "actor.use_kl_loss"),
         ("trainer.v1.trainer_mode", "colocate_async", "set it to sync"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size", 1, "one update per step"),
+        (BUCKET, 0, "is 0: .* a whole number of at least 1"),
+        (BUCKET, 0.5, "is 0.5: .* a whole number of at least 1"),
     ],
 )
 def test_what_verl_would_compute_wrongly_is_refused_with_the_remedy(base, key, value, remedy):

@@ -57,8 +57,19 @@ def test_gradients_and_one_sgd_step_equal_the_single_process_trainer(results, ca
     assert found["same_weights_train"]
     assert found["projector_trains"] == case.endswith("recomputed")
     assert found["gradient"] <= 1e-5
+    assert set(found["weight_decay"]) == {0.1}
     assert found["update"] <= 1e-5
     assert found["weights"] <= 1e-6
+
+
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_exist_of_a_few_scored_tokens_at_a_time(results, case):
+    """In log-probs of policy and reference, entropies and the update."""
+    found = results[case]
+    assert found["most_logits"] == 16 and found["tokens"] > found["scored"] > 4 * 16
+    low, high = found["entropy_where_scored"]
+    assert 0 < low <= high <= 8.1 and found["entropy_elsewhere"] == 0  # ln 3056 = 8.02
 
 
 @pytest.mark.timeout(1300)

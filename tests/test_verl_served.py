@@ -118,6 +118,23 @@ def test_an_answer_that_breaks_a_block_is_an_error(random_model, loop):
         replay(codec, opened, Sampling(20), cut)
 
 
+def test_forced_ids_that_cannot_be_served_are_refused_before_any_request(random_model, loop):
+    model, tokenizer = random_model()
+    engine = ServedEngine(Client(model, tokenizer), HFEngine(model, tokenizer).codec, loop)
+    codec = engine.codec
+    fine = TurnRequest(1, codec.prompt("Who?"), [])
+    reserved = codec.latent_token_id
+    refused = [([wrong], "is no text") for wrong in (-1, reserved, reserved + 1, 10**6)]
+    refused.append((codec.latent_open + codec.trusted("abc"), "go on behind <latent>"))
+    for forced, problem in refused:
+        wrong = TurnRequest(2, codec.prompt("Who?"), [], forced)
+        with pytest.raises(ValueError, match=f"session 2: .*{problem}"):
+            engine.submit([fine, wrong], Sampling(8))
+        assert not engine.busy
+        with pytest.raises(ValueError, match=problem):
+            replay(codec, wrong, Sampling(8), None)
+
+
 def test_released_turns_are_forgotten(random_model, loop):
     model, tokenizer = random_model()
     engine = ServedEngine(Client(model, tokenizer), HFEngine(model, tokenizer).codec, loop)

@@ -819,8 +819,8 @@ def test_a_checkpoint_without_its_projector_is_refused(bench, checkpoint, tmp_pa
     reason="verl is not installed: python run_all.py --install engines",
 )
 def test_verl_hands_new_weights_over_in_buckets(checkpoint):
-    """Through verl's sender and the worker of a verl job. A bucket holds one of the largest
-    tensors, so that the projector is spread over several and most buckets have none of it."""
+    """Through verl's sender and the worker of a verl job. A bucket is smaller than the embeddings,
+    so that the projector is spread over several and most buckets have none of it."""
     folder, model, codec = checkpoint("qwen2", 4)
     other_folder, other, _ = checkpoint("qwen2", 4, seed=9)
     requests = first_requests(codec, random.Random(2), 8)
@@ -833,7 +833,7 @@ def test_verl_hands_new_weights_over_in_buckets(checkpoint):
         bench.start_for_verl(folder)
         assert check(model, codec, requests, bench.generate(requests, SAMPLING)) <= 1
         for new_folder, new in [(other_folder, other), (folder, model)]:
-            bench.receive(new_folder)
+            assert bench.receive(new_folder) == ["model.embed_tokens.weight"]
             assert check(new, codec, requests, bench.generate(requests, SAMPLING)) <= 1
         with pytest.raises(Refused, match="projector does not fit: down.weight missing"):
             bench.receive(folder, without=["model.projector.down.weight"])

@@ -98,6 +98,39 @@ def test_chains_of_thought_compute_what_they_say():
     assert questions.compare_text(1991, 1975) == "1=1, hundreds 9=9, tens 9>7, so 1991>1975"
 
 
+def test_the_conclusions_of_a_chain_of_thought_are_what_its_steps_compute():
+    rng = random.Random(7)
+    for _ in range(300):
+        a, b = sorted(rng.sample(range(1690, 2026), 2), reverse=True)
+        working = arithmetic.subtract_text(a, b, questions.YEAR_COLUMNS)
+        borrowed = ["+" if a % 10**n < b % 10**n else "-" for n in (1, 2)]
+        digits = f"{a - b:03}"
+        expected = [digits[2], borrowed[0], digits[1], borrowed[1], digits[0], *str(a - b)]
+        assert questions.conclusions(f"X has {a} and Y has {b}. {working}.") == expected
+
+        chosen = rng.choice((a, b))
+        thought = f"{a} is X and {b} is Y. {questions.compare_text(a, b)}."
+        found = questions.conclusions(thought + f" The later year is {chosen} and {chosen} is A b.")
+        first = next(n for n in range(4) if str(a)[n] != str(b)[n])
+        assert found == ["="] * first + [">"] * (4 - first) + [*str(chosen)[2:], " A b"]
+
+        a, b = rng.randint(1, 99), rng.randint(1, 99)
+        working = arithmetic.add_text(a, b, questions.SHARE_COLUMNS)
+        carries = "+" if a % 10 + b % 10 > 9 else "-"
+        tens = (a + b) // 10 % 10
+        expected = [str((a + b) % 10), carries, str(tens), *str(a + b)]
+        assert questions.conclusions(f"The shares are {a} and {b}. {working}.") == expected
+    # They are the text's own, whatever it should have said.
+    assert arithmetic.working_conclusions("9-4: ones 9-4=6, so 7") == ["6", "7"]
+
+
+def test_only_chains_of_thought_of_hard_turns_conclude_something():
+    for solved in questions.solved_questions("counterfactual-4", 80, 0):
+        for number, step in enumerate(solved.steps):
+            hard = number in solved.question.hard_turns
+            assert bool(questions.conclusions(step.thought)) == hard
+
+
 def test_the_test_split_is_fixed_balanced_and_about_the_real_world():
     split = questions.test_questions(1600)
     assert split[:100] == questions.test_questions(100)

@@ -205,7 +205,8 @@ class Bench:
         )
 
     def receive(self, folder, without=()):
-        """The weights of a folder by verl's own route, in buckets of the largest tensor's size."""
+        """The weights of a folder by verl's own route, in buckets smaller than the largest tensor,
+        which travels by itself. Returns the names of those that did."""
         import asyncio
         import threading
 
@@ -216,8 +217,22 @@ class Bench:
         weights = load_file(Path(folder) / "model.safetensors")
         sent = [(name, tensor) for name, tensor in weights.items() if name not in without]
         handle = self.engine.llm.collective_rpc("_get_zmq_handle")[0]
-        sender = BucketedWeightSender(handle, use_shm=True)
-        sender.bucket_size = max(tensor.nbytes for tensor in weights.values())
+
+        class Sender(BucketedWeightSender):
+            """Buckets through shared memory. A larger tensor travels as between GPUs, by a handle,
+            which holds its values on a CPU; verl allows that without shared memory only."""
+
+            def _init_buffer(self):
+                super()._init_buffer()
+                self.use_shm = False
+
+            def _direct_send_large_weight(self, name, weight):
+                alone.append(name)
+                super()._direct_send_large_weight(name, weight)
+
+        alone = []
+        sender = Sender(handle, use_shm=True)
+        sender.bucket_size = max(tensor.nbytes for tensor in weights.values()) - 1
         sending = threading.Thread(
             target=lambda: asyncio.run(sender.async_send_weights(sent)), daemon=True
         )
@@ -225,6 +240,7 @@ class Bench:
         self.engine.llm.collective_rpc("update_weights_from_ipc", kwargs={"use_shm": True})
         sending.join()
         self.engine.reset()
+        return alone
 
     def run_with_few_blocks(self, blocks: int):
         """A step with attention on `blocks` KV blocks, then all of them again: the order in which

@@ -6,6 +6,7 @@ A small model can learn to write such workings. It cannot learn to say the resul
 from __future__ import annotations
 
 import calendar
+import re
 from datetime import date, timedelta
 
 COLUMNS = ("ones", "tens", "hundreds", "thousands")
@@ -63,3 +64,35 @@ def later_text(start: date, days: int) -> str:
     length = calendar.monthrange(start.year, start.month)[1]  # days of the month
     over = f", the month has {length}, {total}-{length}={total - length}" if total > length else ""
     return f"{start} and {days} days: {start.day}+{days}={total}{over}, so {end}"
+
+
+# A column of a sum or difference with its value; any other value; the result at the end.
+_STEP = re.compile(
+    rf"(?:{'|'.join(COLUMNS)}) (?P<terms>[^=]+)=(?P<column>\d+)"
+    r"|=(?P<value>\d+)"
+    r"|so (?P<result>[\d-]+)"
+)
+
+
+def working_conclusions(working: str) -> list[str]:
+    """What the steps of a working conclude, one symbol each; [] for a text without a working.
+
+    A column gives its digit and whether it hands something on to the next one (+) or not (-), any
+    other step the digits of its value, the end the digits of the result (of a date without its
+    year): `132-47: ones 2+10-7=5, tens 3-1+10-4=8, hundreds 1-1-0=0, so 85` gives
+    5 + 8 + 0 8 5. They follow from the text alone, whether it is right or wrong.
+    """
+    if ", so " not in working:
+        return []
+    found = []
+    for step in _STEP.finditer(working):
+        if step["column"]:
+            hands_on = "+10" in step["terms"] or len(step["column"]) > 1
+            found += [step["column"][-1], "+" if hands_on else "-"]
+        elif step["value"]:
+            found += step["value"]
+        else:
+            if found and found[-1] in "+-":  # after the last column there is no next one
+                found.pop()
+            found += re.sub(r"^\d+-|-", "", step["result"])
+    return found

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from alar import protocol
+from alar.domains import arithmetic
 from alar.domains.search import questions as search_questions
 from alar.domains.search.datasets import load_questions
 from alar.domains.search.environment import SearchEnvironment
@@ -69,6 +70,10 @@ class Domain(Protocol):
     def solved_questions(self, count: int, seed: int) -> list[Solved]:
         """`count` embedded questions with the expert's steps, the types in turn."""
 
+    def conclusions(self, thought: str) -> list[str]:
+        """What the steps of a chain of thought in the expert's words conclude; [] if it computes
+        nothing."""
+
 
 class SearchDomain:
     name, form, types = "search", protocol.SEARCH, search_questions.TYPES
@@ -76,6 +81,7 @@ class SearchDomain:
     training_questions = staticmethod(search_questions.training_questions)
     validation_questions = staticmethod(search_questions.validation_questions)
     test_questions = staticmethod(search_questions.test_questions)
+    conclusions = staticmethod(search_questions.conclusions)
 
     def load_questions(self, source, *, limit=0, test=False):
         """A published set's name means one fixed split of it; a file is taken whole."""
@@ -108,6 +114,7 @@ class ToolDomain:
     name, form, types = "tool", TOOL, tool_questions.CATEGORIES
     validation_questions = staticmethod(tool_questions.validation_questions)
     test_questions = staticmethod(tool_questions.test_questions)
+    conclusions = staticmethod(arithmetic.working_conclusions)
 
     def environment(self, asked=(), *, judge: str = "official", **_) -> Environment:
         """Calls are executed if all of `asked` are about the embedded functions.

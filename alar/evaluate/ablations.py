@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from alar.evaluate import statistics, tables
+from alar.evaluate import published, statistics, tables
 
 # (stage, file) below a variant's run folder
 FILES = (
@@ -167,6 +167,30 @@ def each_run(
         chosen["I(X;M), bit"] = tables.with_intervals(modes, "mutual_information", 1, ".3f")
         rows.append(chosen.reset_index().assign(variant=variant.name, seed=variant.seed))
     return _by_system(pd.concat(rows).set_index(["system", "variant", "seed"]), systems)
+
+
+def thoughts_beside(table: pd.DataFrame, reference: MeasuredVariant) -> pd.DataFrame:
+    """Accuracy by the number of thoughts K, beside what was published of K. One row per K.
+
+    `table` is `tables.ABLATIONS`. Its rows of the reference and those that differ from it in K
+    alone have a column per system. The paper compared K of 1, 2, 4 and 8; its numbers are not
+    known, so its column is "–" but for the one sentence that is.
+    """
+    names = {REFERENCE: reference.parameters.get("model.num_latent")}
+    for setting in table["setting"]:
+        name, _, value = setting.rpartition(" ")
+        if name == "model.num_latent" and value.isdigit():  # and no further change
+            names[setting] = int(value)
+    measured = table.assign(K=table["setting"].map(names)).dropna(subset="K")
+    columns = {}
+    for system, rows in measured.groupby("system", sort=False):
+        accuracies = tables.with_intervals(rows, "accuracy", 100)
+        columns[f"{system}, accuracy %"] = pd.Series(accuracies, rows["K"].astype(int))
+    theirs = pd.Series(published.ABSENT, published.THOUGHTS)
+    theirs[4] = published.ON_THOUGHTS
+    columns[f"the paper, {published.SECOND_HAND}"] = theirs
+    shown = pd.DataFrame(columns).fillna(published.ABSENT)
+    return shown.sort_index().rename_axis("K")
 
 
 def readable_ablations(table: pd.DataFrame) -> pd.DataFrame:

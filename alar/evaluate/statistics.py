@@ -7,7 +7,7 @@ table do not matter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pandas as pd
@@ -35,9 +35,11 @@ __all__ = [
     "efficiency",
     "mode_share",
     "paired_bootstrap",
+    "readable_sets",
     "readable_summary",
     "running_mean",
     "summarise",
+    "summarise_sets",
     "token_reduction",
     "wilson",
 ]
@@ -87,6 +89,35 @@ def summarise(
     return summary.sort_values(
         "system", key=lambda names: names.map(order.index), kind="stable", ignore_index=True
     )
+
+
+def summarise_sets(
+    questions: pd.DataFrame,
+    set_of: Mapping[str, str],
+    base: str = "base",
+    *,
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """`summarise` with sets in place of question types, and where there are several, their mean.
+
+    `set_of` maps a question's id to its set. The rows "macro" are unweighted means over the sets,
+    as the paper's numbers are, and compare with the base's; their `n` counts all questions. Their
+    intervals resample questions within each set. Raises TableError for a question without a set.
+    """
+    named = questions["question_id"].map(set_of)
+    if named.isna().any():
+        lost = questions.loc[named.isna(), "question_id"].iloc[0]
+        raise tables.TableError(
+            f"table 'questions': question '{lost}' is of no set; {tables.QUESTIONS.origin}: give"
+            " the set of every question that was asked"
+        )
+    questions = questions.assign(question_type=named)
+    summary = summarise(questions, base, resamples=resamples, seed=seed)
+    if named.nunique() == 1:
+        return summary
+    macro = _macro(_aligned(questions, tables.QUESTIONS), base, resamples, seed)
+    return pd.concat([summary, macro], ignore_index=True)
 
 
 def compare_systems(
@@ -234,6 +265,25 @@ def readable_summary(summary: pd.DataFrame, question_type: str = "all") -> pd.Da
     )
 
 
+def readable_sets(summary: pd.DataFrame, released_check: pd.DataFrame | None = None):
+    """What `summarise_sets` returns as people read it: one row per set and system, then the mean.
+
+    `released_check` is the same table by the check that published numbers of tools come from.
+    """
+    rows = summary[summary["question_type"] != "all"].set_index(["question_type", "system"])
+    shown = pd.DataFrame({"n": rows["n"], "accuracy %": tables.with_intervals(rows, "em", 100)})
+    if released_check is not None:
+        judged = released_check.set_index(["question_type", "system"])
+        accuracies = pd.Series(tables.with_intervals(judged, "em", 100), judged.index)
+        # A set that the released check does not know has no verdict of it.
+        shown["accuracy %, published protocol"] = accuracies.reindex(shown.index).fillna("–")
+    shown["tokens"] = tables.with_intervals(rows, "tokens")
+    shown["fewer tokens %"] = tables.with_intervals(rows, "token_reduction", 100)
+    shown["latent share %"] = tables.with_intervals(rows, "latent_share", 100)
+    sets = list(dict.fromkeys(rows.index.get_level_values("question_type")))
+    return shown.loc[sets].rename_axis(["set", "system"])
+
+
 def _aligned(questions: pd.DataFrame, table: tables.Table) -> pd.DataFrame:
     """The table sorted by question.
 
@@ -330,6 +380,40 @@ def _differences(columns, draws, system: str, base: str, n: int) -> dict[str, fl
         **estimate(gain, gains).columns("em_difference"),
         **estimate(reduction, reductions).columns("token_reduction"),
     }
+
+
+def _macro(questions: pd.DataFrame, base: str, resamples: int, seed: int) -> pd.DataFrame:
+    """`tables.SUMMARY` of the mean over the sets, one row per system; `questions` are aligned."""
+    systems = tables.in_order(questions["system"], tables.SYSTEMS)
+    points: dict[str, list] = {system: [] for system in systems}  # one frame (1, 5) per set
+    spreads: dict[str, list] = {system: [] for system in systems}  # one (resamples, 5) per set
+    for number, (_, part) in enumerate(questions.groupby("question_type", sort=False)):
+        columns = {name: _per_question(part[part["system"] == name]) for name in systems}
+        # Another seed for each set, so that their draws are independent.
+        draws = _draw_together(columns, resamples, seed + number)
+        n = len(columns[systems[0]])
+        for system in systems:
+            points[system].append(_set_means(columns[system].sum().to_frame().T, n))
+            spreads[system].append(_set_means(draws[system], n))
+    mean = {system: sum(found) / len(found) for system, found in points.items()}
+    means = {system: sum(found) / len(found) for system, found in spreads.items()}
+    rows = []
+    for system in systems:
+        count = int((questions["system"] == system).sum())
+        row = {"system": system, "question_type": tables.MACRO, "n": count}
+        # These are means already: one "question" each.
+        row |= _levels(mean[system].sum(), means[system], 1)
+        row |= _differences(mean, means, system, base, 1)
+        rows.append(row)
+    return pd.DataFrame(rows)[list(tables.SUMMARY.columns)]
+
+
+def _set_means(sums: pd.DataFrame, n: int) -> pd.DataFrame:
+    """Means of one set from sums over its n questions: (rows, 5) → (rows, 5).
+
+    The latent share stands as `latent` over a `reasoned` of 1, so that sets weigh the same.
+    """
+    return (sums / n).assign(latent=ratio(sums["latent"], sums["reasoned"]), reasoned=1.0)
 
 
 def _per_question_modes(part: pd.DataFrame) -> pd.DataFrame:

@@ -27,6 +27,7 @@ QUESTION_TYPES = (
     *("all", "single", "bridge", "comparison", "arithmetic"),
     *("simple", "multiple", "parallel", "parallel_multiple", "multi_turn", "irrelevance"),
 )
+MACRO = "macro"  # in place of a question type: the unweighted mean over the sets asked
 CONTROLS = ("intact", "zeroed", "shuffled", "noise", "mean", "text")
 MODES = ("latent", "think", "none")  # of a turn; "none" has no reasoning block
 

@@ -2,8 +2,8 @@
 
 A drawing function takes the table (a data frame or a file), checks it, and returns the figure with
 the table of the numbers in it. `save_figure` writes both. Colours, sizes and file formats are in
-`style`, the paper's numbers in `published`. The small print of each figure says whether its numbers
-were measured, and at which scale, or published.
+`style`; published numbers come from `alar.evaluate.published`. The small print of each figure says
+whether its numbers were measured, and at which scale, or published.
 
     figure, table = figures.stages("runs/laptop/search/06_benchmark_eval/summary.csv")
     figures.save_figure(figure, table, "figures", "stages")

@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from alar.evaluate import tables
+from alar.evaluate import published, tables
 from alar.figures.style import (
+    BLACK,
     BLUE,
     GREY,
     MEASURED,
@@ -33,8 +34,10 @@ from alar.figures.style import (
 
 _BLOCK_END = re.compile(r"(?<=</think>)|(?<=</latent>)")  # the empty place after the tag
 _HARDNESS = {"easy": (BLUE, "o"), "hard": (VERMILLION, "D")}  # colour, marker
+_PUBLISHED = {"linestyle": "none", "marker": "s", "color": BLACK, "markerfacecolor": "none"}
 _MIN_TURNS = 10  # turns that a point needs; with fewer its interval is very wide
 _WIDTH = 84  # characters of a line of a turn's text
+_WHOLE = "all"  # in place of a turn's number: all turns of a set
 _BESIDE = 0.16  # distance of hard and easy turns of one number from their common place
 
 
@@ -45,7 +48,9 @@ def latent_share(
     """Latent share by question type and turn, with one panel per system and hard turns marked.
 
     `shares` comes from `alar.evaluate.statistics.mode_share`. Rows of fewer than 10 turns are left
-    out, unless nothing would be left. Raises TableError if a system is not in the table.
+    out, unless nothing would be left. A set whose share over all turns was published has a place
+    for it, with ours (filled) and the paper's (hollow, beside ALAR). Raises TableError if a system
+    is not in the table.
     """
     shares = tables.read(shares, tables.MODE_SHARE)
     absent = [name for name in systems if name not in set(shares["system"])]
@@ -59,12 +64,21 @@ def latent_share(
     if (shown["n"] >= _MIN_TURNS).any():
         shown = shown[shown["n"] >= _MIN_TURNS]
     types = tables.in_order(shown["question_type"], tables.QUESTION_TYPES)
-    places = _places(shown, types)
+    theirs = published.latent_shares().set_index("set")
+    theirs = theirs[theirs.index.isin(types)]
+    places = _places(shown, types, list(theirs.index))
+    whole = _whole_sets(shares[shares["system"].isin(systems)], list(theirs.index))
     figure = new_figure(PAGE, 0.9 + 1.25 * len(systems))  # inches
     # (systems,)
     grid = figure.subplots(len(systems), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for index, (axes, system) in enumerate(zip(grid, systems, strict=True)):
         _share_panel(axes, shown[shown["system"] == system], places)
+        for row in whole[whole["system"] == system].itertuples():
+            place = places[row.question_type, _WHOLE]
+            axes.plot(place - _BESIDE, row.latent_share, "s", color=BLACK)
+            if system == "alar":
+                share = theirs.loc[row.question_type, "value"] / 100
+                axes.plot(place + _BESIDE, share, **_PUBLISHED)
         axes.set_title(f"{panel_letter(index)}   {system_name(system)}")
         axes.set_ylabel("Latent share (%)")
         axes.set_ylim(-0.05, 1.05)  # room for whole markers at 0 % and 100 %
@@ -77,8 +91,21 @@ def latent_share(
     place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
     grid[0].legend(handles=handles, ncols=2, **place)
     counted = f"n = {_range(shown['n'])} turns per point"
-    footnote(figure, scale, counted, "bars: 95 % intervals, Wilson")
-    return figure, shown.reset_index(drop=True)
+    if theirs.empty:
+        footnote(figure, scale, counted, "bars: 95 % intervals, Wilson")
+        return figure, shown.reset_index(drop=True)
+    about = f"{theirs['model'].iloc[0]}, {theirs['note'].iloc[0]}"
+    handles = [
+        Line2D([], [], linestyle="none", marker="s", color=BLACK, label="all turns"),
+        Line2D([], [], label=f"all turns, {about}", **_PUBLISHED),
+    ]
+    figure.legend(handles=handles, loc="outside upper right", ncols=2)
+    footnote(figure, scale, counted, "bars: 95 % intervals, Wilson", f"hollow: {about}")
+    known = theirs.reset_index(names="question_type")
+    known = known.assign(latent_share=known["value"] / 100, turn=_WHOLE, source=about)
+    known = known[["system", "question_type", "turn", "latent_share", "source"]]
+    measured = pd.concat([shown, whole]).assign(source="measured")
+    return figure, pd.concat([measured, known], ignore_index=True)
 
 
 @styled
@@ -139,18 +166,35 @@ def _heights(systems: pd.Series) -> list[float]:
     return heights
 
 
-def _places(shown: pd.DataFrame, types: list[str]) -> dict[tuple[str, int], float]:
-    """(question type, turn) → horizontal place, with a space between types."""
+def _whole_sets(shares: pd.DataFrame, sets: list[str]) -> pd.DataFrame:
+    """Latent share over all turns of a set, hard and easy: one row per system and set."""
+    part = shares[shares["question_type"].isin(sets)]
+    part = part.assign(latent=part["n"] * part["latent_share"])  # turns
+    sums = part.groupby(["system", "question_type"], as_index=False)[["n", "latent"]].sum()
+    sums = sums.assign(latent_share=sums["latent"] / sums["n"], turn=_WHOLE)
+    return sums.drop(columns="latent")
+
+
+def _places(
+    shown: pd.DataFrame, types: list[str], sets: list[str]
+) -> dict[tuple[str, int | str], float]:
+    """(question type, turn) → horizontal place, with a space between types.
+
+    Those in `sets` have a further place, for all of their turns.
+    """
     places, x = {}, 0.0
     for question_type in types:
-        for turn in sorted(set(shown.loc[shown["question_type"] == question_type, "turn"])):
+        turns = sorted(set(shown.loc[shown["question_type"] == question_type, "turn"]))
+        if question_type in sets:
+            turns.append(_WHOLE)
+        for turn in turns:
             places[question_type, turn] = x
             x += 1.0
         x += 0.8
     return places
 
 
-def _share_panel(axes, rows: pd.DataFrame, places: dict[tuple[str, int], float]) -> None:
+def _share_panel(axes, rows: pd.DataFrame, places: dict[tuple[str, int | str], float]) -> None:
     keys = ["question_type", "turn"]
     x = np.array([places[key] for key in rows[keys].itertuples(index=False, name=None)])
     # Only a place with both kinds of turns needs them side by side.
@@ -166,7 +210,7 @@ def _share_panel(axes, rows: pd.DataFrame, places: dict[tuple[str, int], float])
         estimate_bars(axes, part, "latent_share", part["x"], color=colour, marker=marker)
 
 
-def _label_types(axes, types: list[str], places: dict[tuple[str, int], float]) -> None:
+def _label_types(axes, types: list[str], places: dict[tuple[str, int | str], float]) -> None:
     axes.set_xticks(list(places.values()), [f"{turn}" for _, turn in places])
     for question_type in types:
         x = [place for (name, _), place in places.items() if name == question_type]

@@ -14,9 +14,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from alar.evaluate import tables
+from alar.evaluate import published, tables
 from alar.evaluate.intervals import Estimate
-from alar.figures import published
 from alar.figures.style import (
     BLACK,
     BLUE,
@@ -57,12 +56,18 @@ _SHARES = ("em", "latent_share", "em_difference", "token_reduction")  # fraction
 _EM_MARGIN = 0.04  # 4 points of accuracy
 _TOKEN_MARGIN = 1.25  # factor
 
+_BELOW = 0.28  # published markers stand below ours, in rows
 _OURS = "this study"
-_SETTING_COLOURS = {  # model and domain of the published rows → colour
+_SETTING_COLOURS = {  # model and domain of the published points → colour
     "Search-R1 7B": BLUE,
     "Search-R1 3B": ORANGE,
     "Qwen3-4B, tools": PURPLE,
     _OURS: GREEN,
+}
+_MODEL_LOOKS = {  # model of the published rows → colour and marker
+    "Search-R1 7B": (BLUE, "s"),
+    "Search-R1 3B": (ORANGE, "D"),
+    "Qwen3-4B": (PURPLE, "o"),
 }
 _METHOD_MARKERS = SYSTEM_MARKERS | {"ThinkPrune": "D", "ShorterBetter": "X", "O1-Pruner": "p"}
 
@@ -73,10 +78,10 @@ def accuracy_against_tokens(
 ) -> tuple[Figure, pd.DataFrame]:
     """Accuracy change against token reduction, each from its own base.
 
-    Published points are hollow, ours are filled. The vertical axis is broken if a wide gap would
-    squeeze the points above it.
+    Published points are hollow, ours are filled: means over the sets if the summary has them, else
+    over all questions. The vertical axis is broken if a wide gap would squeeze the points above it.
     """
-    measured = _rows(summary, "all")
+    measured = _overall(summary)
     points = pd.concat([_published_points(), _measured_points(measured)], ignore_index=True)
     # (low, high) of each panel
     bands = _bands(points["accuracy_difference_low"], points["accuracy_difference_high"])
@@ -101,17 +106,39 @@ def accuracy_against_tokens(
     figure.supylabel("Accuracy − base (points)", fontsize=7)
     figure.legend(handles=_point_legend(points), loc="outside right upper", labelspacing=0.45)
     counted = number_of_questions(measured)
-    footnote(figure, f"hollow: published · filled: {scale}, {counted}, {_BARS}")
+    theirs = "hollow: published, second-hand; 3B ShorterBetter and O1-Pruner digitised"
+    footnote(figure, f"{theirs}; tools by the released check\nfilled: {scale}, {counted}, {_BARS}")
     return figure, points
 
 
 @styled
-def stages(summary: TableOrFile, *, scale: str = MEASURED) -> tuple[Figure, pd.DataFrame]:
-    """Accuracy, tokens and latent share of every system, over all questions."""
-    rows = _rows(summary, "all")
-    figure, _ = _dot_panels(rows, ("em", "tokens", "latent_share"))
-    footnote(figure, scale, number_of_questions(rows), _BARS)
-    return figure, rows
+def stages(
+    summary: TableOrFile, *, domain: str = "", scale: str = MEASURED
+) -> tuple[Figure, pd.DataFrame]:
+    """Accuracy, tokens and latent share of every system: means over the sets, if the summary has
+    them, else over all questions.
+
+    With a `domain`, hollow markers show what was published of these systems on other models.
+    """
+    rows = _overall(summary)
+    if not domain:
+        figure, _ = _dot_panels(rows, ("em", "tokens", "latent_share"))
+        footnote(figure, scale, number_of_questions(rows), _BARS)
+        return figure, rows
+    theirs = _published_rows(domain, list(rows["system"]))
+    figure, grid = _dot_panels(rows, ("em", "tokens", "latent_share"), published=theirs)
+    for axes, metric in zip(grid, ("em", "tokens", "latent_share"), strict=True):
+        for row in theirs.itertuples():
+            place = list(rows["system"]).index(row.system) + _BELOW
+            axes.plot(getattr(row, metric), place, **_hollow(row.source))
+    models = list(dict.fromkeys(theirs["source"]))
+    handles = [Line2D([], [], label=f"{model}, published", **_hollow(model)) for model in models]
+    if handles:  # none of these systems may have been published
+        figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
+    where = "means of sets" + (", by the released check" if domain == "tool" else "")
+    notes = [f"hollow: {note}, {where}" for note in dict.fromkeys(theirs["note"])]
+    footnote(figure, scale, number_of_questions(rows), _BARS, *notes)
+    return figure, pd.concat([rows.assign(source="measured"), theirs], ignore_index=True)
 
 
 @styled
@@ -184,6 +211,12 @@ def _rows(
     return rows.sort_values("system", key=lambda names: names.map(present.index), ignore_index=True)
 
 
+def _overall(summary: TableOrFile) -> pd.DataFrame:
+    summary = tables.read(summary, tables.SUMMARY)
+    several = tables.MACRO in set(summary["question_type"])
+    return _rows(summary, tables.MACRO if several else "all")
+
+
 def _demand_system(rows: pd.DataFrame, system: str) -> pd.Series:
     found = rows[rows["system"] == system]
     if found.empty:
@@ -195,16 +228,24 @@ def _demand_system(rows: pd.DataFrame, system: str) -> pd.Series:
 
 
 def _dot_panels(
-    rows: pd.DataFrame, metrics: Sequence[str], reference: str = "base", least_rows: int = 1
+    rows: pd.DataFrame,
+    metrics: Sequence[str],
+    reference: str = "base",
+    least_rows: int = 1,
+    published: pd.DataFrame | None = None,
 ):
-    """A figure with one panel per metric and one row per system. Returns it and its axes."""
+    """A figure with one panel per metric and one row per system. Returns it and its axes.
+
+    The axes have room for the rows of `published`, too; it has the columns of `rows`.
+    """
+    within = rows if published is None else pd.concat([rows, published])
     figure = new_figure(PAGE, 0.9 + 0.21 * max(least_rows, len(rows)))  # inches
     grid = figure.subplots(1, len(metrics), sharey=True)  # (metrics,)
     for index, (axes, metric) in enumerate(zip(grid, metrics, strict=True)):
         _dots(axes, rows, metric, list(rows["system"]))
         title = _METRIC_TITLES[metric].format(reference=system_name(reference))
         axes.set_title(f"{panel_letter(index)}   {title}")
-        axes.set_xlim(*_limits(rows, metric))
+        axes.set_xlim(*_limits(within, metric))
     return figure, grid
 
 
@@ -238,12 +279,43 @@ def _limits(rows: pd.DataFrame, metric: str) -> tuple[float, float]:
 
 
 def _published_points() -> pd.DataFrame:
-    points = published.results()
+    points = published.points()
     points = points[points["system"] != "base"].assign(source="published")  # bases are at (0, 0)
     for name in ("accuracy_difference", "token_reduction"):
         # Published without intervals, so both ends equal the value.
         points = points.assign(**Estimate(*[points[name]] * 3).columns(name))
     return points[_POINT_COLUMNS]
+
+
+def _published_rows(domain: str, systems: list[str]) -> pd.DataFrame:
+    """Published means of these systems with the columns of a summary, and their source and note."""
+    found = published.means(domain)
+    found = found[found["system"].isin(systems)]
+    unknown = np.full(len(found), np.nan)  # published without intervals
+    return pd.DataFrame(
+        {
+            "system": found["system"],
+            "question_type": tables.MACRO,
+            **Estimate(found["accuracy"] / 100, unknown, unknown).columns("em"),
+            **Estimate(found["tokens"], unknown, unknown).columns("tokens"),
+            **Estimate(unknown, unknown, unknown).columns("latent_share"),
+            **Estimate(unknown, unknown, unknown).columns("em_difference"),
+            **Estimate(found["token_reduction"] / 100, unknown, unknown).columns("token_reduction"),
+            "source": found["model"],
+            "note": found["note"],
+        }
+    )
+
+
+def _hollow(model: str) -> dict:
+    colour, marker = _MODEL_LOOKS[model]
+    return {
+        "color": colour,
+        "marker": marker,
+        "markersize": 3.6,
+        "markerfacecolor": "none",
+        "linestyle": "none",
+    }
 
 
 def _measured_points(rows: pd.DataFrame) -> pd.DataFrame:

@@ -32,7 +32,7 @@ from typing import Any
 import pandas as pd
 
 from alar.engines.choice import opened_engine
-from alar.evaluate import statistics, tables
+from alar.evaluate import published, statistics, tables
 from alar.evaluate.systems import evaluate, question_table
 from alar.files import write_json
 from alar.records import Environment, Question, Trajectory
@@ -313,6 +313,20 @@ def readable_methods(table: pd.DataFrame) -> pd.DataFrame:
             "training, M tokens": (table["training_tokens"] / 1e6).round(2),
         }
     ).set_index(["method", "settings"])
+
+
+def methods_beside(table: pd.DataFrame, domain: str) -> pd.DataFrame:
+    """The methods of `tables.METHODS` that the paper has too, beside its own numbers of them.
+
+    What the rows and columns are: `alar.evaluate.published.beside_published`.
+    """
+    table = tables.read(table, tables.METHODS)
+    # That function reads a summary: "em" for accuracy, names of systems for the study's own.
+    names = dict(zip(statistics.Estimate.names("accuracy"), statistics.Estimate.names("em")))
+    systems = table["method"].replace({"stage 1": "stage1", "ALAR": "alar"})
+    rows = table.rename(columns=names).assign(system=systems, question_type="all")
+    rows = rows[systems.isin(published.means(domain)["system"])]
+    return published.beside_published(rows, domain, measured=", ".join(set(table["scale"])))
 
 
 def _interval(name: str, row: pd.Series, source: str) -> dict[str, float]:

@@ -240,6 +240,23 @@ class O1Pruner(LengthReward):
     def __post_init__(self):
         _refuse_negative(self, "accuracy_weight")
 
+    def require(self, questions):
+        if not self.reference:  # the samples themselves give the means
+            return
+        if not Path(self.reference).is_file():
+            raise ValueError(
+                f"O1Pruner.reference: there is no file {self.reference}; measure the means of the"
+                " reference on all prompts (write_references)"
+            )
+        read_references.cache_clear()  # the file may have been measured anew
+        means = read_references(self.reference)
+        missing = [question.id for question in questions if question.id not in means]
+        if missing:
+            raise ValueError(
+                f"{self.reference}: no reference means for {len(missing)} of {len(questions)}"
+                f" questions, {missing[0]!r} first; measure them on all prompts (write_references)"
+            )
+
     def of_samples(self, samples):
         means = read_references(self.reference) if self.reference else None
         return o1_pruner(samples, self.accuracy_weight, means)

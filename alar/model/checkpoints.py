@@ -215,6 +215,31 @@ def usual_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def check_folder(folder: str | Path) -> Path:
+    """The folder as a path. FileNotFoundError if it holds no checkpoint."""
+    folder = Path(folder)
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(
+            f"{folder}: no checkpoint here (no config.json); run the stage that writes it first"
+        )
+    return folder
+
+
+def missing_weights(folder: Path, names: list[str]) -> ValueError:
+    only_projector = all("projector" in name for name in names)
+    what = "the projector" if only_projector else f"weights ({names[0]}, …)"
+    return ValueError(f"{folder}: {what} missing from the checkpoint; save the model again")
+
+
+def check_num_latent(model: torch.nn.Module, num_latent: int | None, folder: Path) -> None:
+    """ValueError if `num_latent` is given and not the K of the model."""
+    found = getattr(model.config, "num_latent", None)  # None for an ordinary model
+    if num_latent is not None and found != num_latent:
+        raise ValueError(
+            f"{folder}: the checkpoint has K = {found}, but K = {num_latent} was asked for"
+        )
+
+
 def load(
     folder: str | Path,
     *,
@@ -229,23 +254,13 @@ def load(
     of the checkpoint. Raises FileNotFoundError if there is no checkpoint, and ValueError for
     another K or missing weights.
     """
-    folder = Path(folder)
-    if not (folder / "config.json").exists():
-        raise FileNotFoundError(
-            f"{folder}: no checkpoint here (no config.json); run the stage that writes it first"
-        )
+    folder = check_folder(folder)
     with _quiet():
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=_asked(dtype), output_loading_info=True
         )
     missing = sorted(info["missing_keys"])  # transformers has filled these in at random
     if missing:
-        only_projector = all("projector" in key for key in missing)
-        what = "the projector" if only_projector else f"weights ({missing[0]}, …)"
-        raise ValueError(f"{folder}: {what} missing from the checkpoint; save the model again")
-    found = getattr(model.config, "num_latent", None)  # None for an ordinary model
-    if num_latent is not None and found != num_latent:
-        raise ValueError(
-            f"{folder}: the checkpoint has K = {found}, but K = {num_latent} was asked for"
-        )
+        raise missing_weights(folder, missing)
+    check_num_latent(model, num_latent, folder)
     return model.eval().to(device or usual_device()), AutoTokenizer.from_pretrained(folder)

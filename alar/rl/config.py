@@ -20,6 +20,7 @@ class RLConfig(Section):
     learning_rate: Rate = 5e-4
     schedule: Literal["constant", "linear"] = "linear"  # linear: to zero over all steps
     warmup_ratio: Share = 0.1  # of the steps: the rate rises linearly to learning_rate
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # of AdamW
     temperature: Annotated[float, Field(gt=0)] = 1.0
     # Pulls back to the start, against mode_weight: notebook 05 says how they balance.
     kl_coefficient: Annotated[float, Field(ge=0)] = 2.0
@@ -55,6 +56,8 @@ class RLConfig(Section):
     types: list[str] = []
     validation_every: CountOrNone = 11  # 0 = never
     validation_questions: Count = 128
+    # "best" on validation, where there is one and the reward can judge it; else the last.
+    returned_weights: Literal["best", "last"] = "best"
     checkpoint_every: Count = 10
     trainer: Literal["single", "verl"] = "single"
     nodes: Count = 1  # for verl; it takes all GPUs of each

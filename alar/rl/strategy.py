@@ -44,9 +44,9 @@ class Reward(ABC):
     """What a trajectory is worth.
 
     `modes`: "free" where the policy chooses between text and latent blocks, "off" where it reasons
-    in text only. `selects`: True returns the weights that were best on validation, False the last
-    ones. A reward that compares samples of one prompt cannot judge greedy answers, so it does not
-    select.
+    in text only. `selects`: whether its validation can say which weights are best; otherwise the
+    last ones are returned. A reward that compares samples of one prompt cannot judge greedy
+    answers, so it does not select.
     """
 
     modes: ClassVar[Literal["free", "off"]] = "free"
@@ -70,6 +70,9 @@ class Reward(ABC):
     def environment(self, environment: Environment) -> Environment:
         """The environment as the policy meets it; a reward may change the prompt."""
         return environment
+
+    def require(self, questions: Sequence[Question]) -> None:  # noqa: B027  most need nothing
+        """Raise ValueError if these questions cannot be rewarded. Called before anything runs."""
 
     def scorer(self, reference, tokenizer, form: Form) -> TrajectoryScorer | None:
         """What gives each trajectory its `score`, for a reward that needs more than summaries.

@@ -137,7 +137,9 @@ class ARGRPO:
         contradicts itself and for fewer questions than a step needs.
         """
         config.refuse_inconsistencies()
-        strategy.sampler.prompts(questions, 1)  # raises here rather than in the first step
+        # These raise here rather than in the first step.
+        strategy.sampler.prompts(questions, 1)
+        strategy.reward.require(questions)
         self.config, self.strategy, self.tokenizer = config, strategy, tokenizer
         self.environment = strategy.reward.environment(environment)
         self.questions, self.validation = list(questions), list(validation)
@@ -156,7 +158,7 @@ class ARGRPO:
         )
         weights = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = keep_masters(
-            torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=0.0)
+            torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=config.weight_decay)
         )
         self.engine = self.make_engine(_base(self.model))
         unheeded = type(self).constrained is ARGRPO.constrained
@@ -224,17 +226,19 @@ class ARGRPO:
         modes: str | ModePlan,
         seed: int = 0,
     ) -> list[Trajectory]:
-        engine.reset()  # its caches belong to the weights before the last update
-        return run(
-            questions,
-            engine,
-            self.environment,
-            Sampling(self.max_new_tokens, temperature, stop=self.environment.stop),
-            modes=modes,
-            max_turns=self.max_turns,
-            batch_size=self.batch_size,
-            seed=seed,
-        )
+        try:
+            return run(
+                questions,
+                engine,
+                self.environment,
+                Sampling(self.max_new_tokens, temperature, stop=self.environment.stop),
+                modes=modes,
+                max_turns=self.max_turns,
+                batch_size=self.batch_size,
+                seed=seed,
+            )
+        finally:
+            engine.reset()  # its keys belong to these weights, and the update needs the memory
 
     def step(self) -> dict:
         """One update; returns its metrics."""
@@ -352,7 +356,7 @@ class ARGRPO:
                 row |= self.validate()
                 if row["validation_reward"] > self.best:
                     self.best = row["validation_reward"]
-                    if self.strategy.reward.selects:
+                    if self.strategy.reward.selects and config.returned_weights == "best":
                         # On the CPU: on a GPU they would lie there until the training ends.
                         self.best_weights = {n: w.cpu() for n, w in self._trained().items()}
             self.rows.append(row)

@@ -6,13 +6,17 @@ on shelves by capacity (128, 256, … keys), so that a short context never pays 
 a trajectory that outgrows its shelf is copied to another. A slot that nobody owns keeps its keys
 until it is reused, so that a later context with the same beginning can copy them.
 
+All shelves together stay within a budget of bytes. Slots that nobody owns go first. Where that is
+not enough, the engine lets go of a session, and computes its keys again when its turn comes.
+
 All tokens of a step go through the model as one packed sequence (1, N, H): one token of each
 trajectory that is writing, many of each that is being prefilled. Only attention tells them apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+import gc
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +26,33 @@ from transformers import AttentionInterface
 
 SLOT_ATTENTION = "slots"  # its name in transformers
 SHELF = 128  # capacities are multiples of this
+CUDA_SHARE = 0.8  # of the free memory; logits, activations and masks need the rest
+HOST_BUDGET = 8 * 2**30  # bytes; free memory of a computer that other programs use says little
+
+
+def cache_budget(device: torch.device) -> int:
+    """Bytes that the keys and values of one engine may take by default.
+
+    On a GPU a share of what is free now. What PyTorch holds for later is free too. Elsewhere a
+    fixed number. Not yet run on a GPU.
+    """
+    if device.type != "cuda":
+        return HOST_BUDGET
+    free, _ = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(CUDA_SHARE * (free + kept))
+
+
+def give_memory_back() -> None:
+    """Let other programs and engines have the GPU memory of what has been dropped: objects that
+    know each other live until they are collected, and PyTorch keeps freed memory for itself."""
+    gc.collect()
+    torch.cuda.empty_cache()  # nothing without a GPU
+
+
+def _capacity(length: int) -> int:
+    """Keys in a slot for `length` of them."""
+    return SHELF * -(-length // SHELF)  # rounded up
 
 
 @dataclass(eq=False)
@@ -63,40 +94,47 @@ class Slot:
 
 
 class Shelf:
-    """Slots of one capacity. `data` is (layers, 2, slots, kv heads, capacity, D), where the 2 are
-    keys and values."""
+    """Slots of one capacity. `data` has (2, slots, kv heads, capacity, D) for each layer, where the
+    2 are keys and values."""
 
     def __init__(
         self, shape: tuple[int, int, int], capacity: int, dtype: torch.dtype, device: torch.device
     ):
         layers, heads, width = shape
-        self.data = torch.zeros((layers, 2, 0, heads, capacity, width), dtype=dtype, device=device)
+        empty = torch.zeros((2, 0, heads, capacity, width), dtype=dtype, device=device)
+        self.data = [empty] * layers
+        self.capacity = capacity
         self.slots: list[Slot] = []
 
-    @property
-    def capacity(self) -> int:
-        return self.data.shape[4]
+    def unowned(self) -> Slot | None:
+        return next((slot for slot in self.slots if not slot.owned), None)
 
-    def free(self) -> Slot:
-        """A slot that nobody owns. When there is none, the number of slots is doubled."""
-        for slot in self.slots:
-            if not slot.owned:
-                return slot
-        layers, _, count, heads, capacity, width = self.data.shape
-        grown = self.data.new_zeros((layers, 2, max(8, 2 * count), heads, capacity, width))
-        grown[:, :, :count] = self.data
-        self.data = grown
-        self.slots += [Slot(self, index) for index in range(count, grown.shape[2])]
+    def resize(self, count: int) -> None:
+        """Have `count` slots. The first ones stay, the others are forgotten."""
+        # One layer after the other, so that there are two copies of one layer and not of all.
+        for layer, old in enumerate(self.data):
+            new = old.new_zeros((2, count, *old.shape[2:]))
+            kept = min(count, old.shape[1])
+            new[:, :kept] = old[:, :kept]
+            self.data[layer] = new
+        self.slots = self.slots[:count]
+        self.slots += [Slot(self, index) for index in range(len(self.slots), count)]
+
+    def grow(self, wanted: int, most: int) -> Slot:
+        """Have `wanted` slots, at most `most` of them new; returns the first new one."""
+        count = len(self.slots)
+        self.resize(min(wanted, count + most))
         return self.slots[count]
 
     def swap(self, one: int, other: int) -> None:
         """Exchange two slots with what they hold."""
         first, second = self.slots[one], self.slots[other]
         length = max(len(first.ids), len(second.ids))
-        left, right = (self.data[:, :, index, :, :length] for index in (one, other))
-        aside = left.clone()
-        left.copy_(right)
-        right.copy_(aside)
+        for data in self.data:
+            left, right = (data[:, index, :, :length] for index in (one, other))
+            aside = left.clone()
+            left.copy_(right)
+            right.copy_(aside)
         self.slots[one], self.slots[other], first.index, second.index = second, first, other, one
 
     def bring_forward(self, chosen: Container[Slot]) -> int:
@@ -112,40 +150,87 @@ class Shelf:
 
 
 class SlotCache:
-    """All shelves of one model."""
+    """All shelves of one model, in at most `budget` bytes; None: `cache_budget`, taken anew
+    whenever the cache is empty."""
 
-    def __init__(self, config, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config, dtype: torch.dtype, device: torch.device, budget: int | None = None):
         width = (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
         self.shape = (config.num_hidden_layers, config.num_key_value_heads, width)
-        self.dtype, self.device = dtype, device
-        self.shelves: dict[int, Shelf] = {}  # capacity → shelf
+        self.dtype, self.device, self.budget = dtype, device, budget
+        self.clear()
 
-    def take(self, length: int) -> Slot:
+    def clear(self) -> None:
+        self.shelves: dict[int, Shelf] = {}  # capacity → shelf
+        self._limit: int | None = None
+
+    @property
+    def limit(self) -> int:
+        """Bytes that all slots may take: the budget without the one layer that `Shelf.resize` holds
+        twice."""
+        if self._limit is None:
+            budget = cache_budget(self.device) if self.budget is None else self.budget
+            layers = self.shape[0]
+            self._limit = budget * layers // (layers + 1)
+        return self._limit
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of all slots, owned or not."""
+        shelves = self.shelves.values()
+        return sum(len(shelf.slots) * self.slot_bytes(shelf.capacity) for shelf in shelves)
+
+    def slot_bytes(self, length: int) -> int:
+        """Bytes of a slot for `length` keys."""
+        layers, heads, width = self.shape
+        return layers * 2 * heads * _capacity(length) * width * self.dtype.itemsize
+
+    def bytes_of(self, slots: Iterable[Slot]) -> int:
+        return sum(self.slot_bytes(slot.shelf.capacity) for slot in slots)
+
+    def take(self, length: int, share: float = 1.0, spared: Slot | None = None) -> Slot | None:
         """An owned slot with room for `length` keys; what an earlier owner left there still stands
-        in `ids`."""
-        capacity = SHELF * -(-length // SHELF)  # rounded up
+        in `ids`.
+
+        None where owned slots leave too little of `share` · `limit`. Slots that nobody owns are
+        forgotten if their memory is needed, all but `spared`.
+        """
+        capacity, needed = _capacity(length), self.slot_bytes(length)
         if capacity not in self.shelves:
             self.shelves[capacity] = Shelf(self.shape, capacity, self.dtype, self.device)
-        slot = self.shelves[capacity].free()
+        shelf = self.shelves[capacity]
+        slot = shelf.unowned()
+        room = int(share * self.limit) - self.allocated
+        if slot is None and room >= needed:
+            slot = shelf.grow(max(8, 2 * len(shelf.slots)), room // needed)
+        if slot is None:  # a longer one costs nothing: it is there already
+            longer = sorted(size for size in self.shelves if size > capacity)
+            found = (self.shelves[size].unowned() for size in longer)
+            slot = next((one for one in found if one is not None and one is not spared), None)
+        if slot is None:
+            kept = {one for one in self.slots() if one.owned or one is spared}
+            room = int(share * self.limit) - self.bytes_of(kept)
+            if room < needed:
+                return None
+            for one in self.shelves.values():
+                if not kept.issuperset(one.slots):
+                    one.resize(one.bring_forward(kept))
+            # Memory is short, so a shelf grows by little: another one may be the next to ask.
+            slot = shelf.grow(len(shelf.slots) * 9 // 8 + 1, room // needed)
         slot.owned = True
         return slot
 
     def copy(self, source: Slot, target: Slot, length: int, reserved: int | None) -> None:
         """Give `target` the first `length` keys and values of `source`."""
-        target.shelf.data[:, :, target.index, :, :length] = source.shelf.data[
-            :, :, source.index, :, :length
-        ]
+        for theirs, ours in zip(source.shelf.data, target.shelf.data):
+            ours[:, target.index, :, :length] = theirs[:, source.index, :, :length]
         target.ids, target.latents = list(source.ids), list(source.latents)
         target.keep(length, reserved)
 
     def slots(self) -> Iterator[Slot]:
         """Every slot, owned or not."""
         return (slot for shelf in self.shelves.values() for slot in shelf.slots)
-
-    def clear(self) -> None:
-        self.shelves.clear()
 
 
 @dataclass
@@ -210,7 +295,7 @@ class StepLayout:
             return _Span(tokens, shelf, rows, length, mask.repeat(self.group, 1), None)
         # With slots, kv heads and keys as one axis, the new key of slot s and head h stands at
         # (s · heads + h) · capacity + position: one indexed write then serves all slots.
-        heads = shelf.data.shape[3]
+        heads = shelf.data[0].shape[2]
         slots = torch.arange(rows.start, rows.stop, device=device)[:, None]
         lines = slots * heads + torch.arange(heads, device=device)  # (rows, kv heads)
         write = (lines * shelf.capacity + positions[:, None]).reshape(-1)

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 
@@ -97,6 +98,16 @@ class Engine(ABC):
     @abstractmethod
     def release(self, sessions: Sequence[int]) -> None:
         """Forget what is kept for these trajectories, turns in the making included."""
+
+    def close(self) -> None:
+        """Free what the engine holds. `with engine:` does it at the end."""
+        return None  # many hold nothing
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
 
     def generate(self, requests: Sequence[TurnRequest], sampling: Sampling) -> list[TurnOutput]:
         """One turn for each request, in order. The engine must not be busy."""

@@ -45,6 +45,9 @@ class Aasd(Supervised):
 
     # "constant": K learned vectors instead of thoughts, the pause-token control
     kind: Literal["latent", "constant"] = "latent"
+    # What a thought is told to hold: nothing, as published, or what a step of the text that it
+    # replaces concludes. In the second case notebook 04 tells the latent turns of its mix as well.
+    supervision: Literal["none", "labels"] = "none"
 
 
 class Warmup(Supervised):

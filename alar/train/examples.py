@@ -2,13 +2,15 @@
 
 AASD (arXiv 2606.02871) replaces every chain of thought of a successful teacher trajectory by a
 latent block and keeps the actions; the mode warm-up flips a coin per turn. Only SAMPLED tokens
-carry loss: never the prompt, an observation, a latent position or the forced pieces of `</latent>`.
+carry loss: never the prompt, an observation or the forced pieces of `</latent>`. Latent positions
+carry none as published. With labelled thoughts each has a label, what a step of the replaced text
+concludes, though the label is never fed: its input is z.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +20,14 @@ from alar.rollout.codec import Codec
 
 NO_LOSS = -100  # the label that PyTorch's cross-entropy leaves out
 
+# A chain of thought → what its steps conclude, in order; see `alar.domains.catalogue.Domain`.
+Conclusions = Callable[[str], Sequence[str]]
+
 
 @dataclass(frozen=True)
 class Example:
-    """One row to train on. `labels[i]` is `ids[i]` or NO_LOSS; the model shifts them by one."""
+    """One row to train on. `labels[i]` is `ids[i]` or NO_LOSS; at a latent position it may also be
+    the label of the thought. The model shifts them by one."""
 
     ids: list[int]
     labels: list[int]
@@ -32,12 +38,32 @@ def labels_from_origins(ids: Sequence[int], origins: Sequence[int]) -> list[int]
     return [token if origin == Origin.SAMPLED else NO_LOSS for token, origin in zip(ids, origins)]
 
 
+def thought_labels(conclusions: Sequence[str], codec: Codec) -> list[int]:
+    """The labels of a block's K thoughts: the first piece of a conclusion each.
+
+    The last conclusion again for the thoughts behind it. If there are more conclusions than
+    thoughts, evenly chosen ones, the last among them. NO_LOSS where nothing is concluded.
+    """
+    num_latent, count = codec.num_latent, len(conclusions)
+    if not count:
+        return [NO_LOSS] * num_latent
+    pieces = [codec.untrusted(text)[0] for text in conclusions]
+    if count > num_latent:
+        return [pieces[(k + 1) * count // num_latent - 1] for k in range(num_latent)]
+    return pieces + pieces[-1:] * (num_latent - count)
+
+
 def with_latent_turns(
-    trajectory: Trajectory, codec: Codec, latent_turns: Sequence[bool]
+    trajectory: Trajectory,
+    codec: Codec,
+    latent_turns: Sequence[bool],
+    conclusions: Conclusions | None = None,
 ) -> Example:
     """The trajectory with the chain of thought of the marked turns replaced by a latent block.
 
-    ValueError unless there is one mark per turn.
+    With `conclusions` the thoughts have labels: the LM head reads the label of thought k from the
+    state before it, h_{k−1}, the same from which z_k is made. ValueError unless there is one mark
+    per turn.
     """
     if len(latent_turns) != len(trajectory.turns):
         raise ValueError(
@@ -45,6 +71,7 @@ def with_latent_turns(
             f" {trajectory.question.id}"
         )
     ids, origins = [], []
+    thoughts = []  # the labels of the latent positions
     copied = 0  # tokens of the trajectory that are already dealt with
     for number, (turn, latent) in enumerate(zip(trajectory.turns, latent_turns)):
         # What the policy read before this turn: the prompt, or the last observation.
@@ -52,6 +79,9 @@ def with_latent_turns(
         origins += trajectory.origins[copied : turn.start]
         if latent:
             written, marks = codec.latent_turn(turn.action, turn.argument, first=number == 0)
+            text = codec.text(trajectory.ids[turn.start : turn.end])
+            concluded = conclusions(codec.form.parse(text).reasoning) if conclusions else ()
+            thoughts += thought_labels(concluded, codec)
         else:
             # Every token of the teacher's turn is learnt, tags that were forced on it included.
             written = trajectory.ids[turn.start : turn.end]
@@ -60,26 +90,51 @@ def with_latent_turns(
         origins += marks
         copied = turn.end
     # Whatever follows the last turn teaches nothing and is left out.
-    return Example(ids, labels_from_origins(ids, origins), sum(latent_turns))
+    labels = labels_from_origins(ids, origins)
+    positions = [place for place, origin in enumerate(origins) if origin == Origin.LATENT]
+    for place, label in zip(positions, thoughts, strict=True):
+        labels[place] = label
+    return Example(ids, labels, sum(latent_turns))
 
 
-def aasd_examples(trajectories: Sequence[Trajectory], codec: Codec) -> list[Example]:
-    """Examples with every turn latent. ValueError if no trajectory is successful."""
-    return [
-        with_latent_turns(trajectory, codec, [True] * len(trajectory.turns))
+def aasd_examples(
+    trajectories: Sequence[Trajectory], codec: Codec, conclusions: Conclusions | None = None
+) -> list[Example]:
+    """Examples with every turn latent.
+
+    ValueError if no trajectory is successful, or if `conclusions` finds nothing in any of them.
+    """
+    examples = [
+        with_latent_turns(trajectory, codec, [True] * len(trajectory.turns), conclusions)
         for trajectory in successful(trajectories)
     ]
+    if conclusions and codec.num_latent and not any(_labelled_thoughts(e, codec) for e in examples):
+        raise ValueError(
+            "supervision by labels: none of the chains of thought concludes anything that the"
+            " domain's expert can read; labels need a teacher that writes as the expert does, so"
+            " set aasd.supervision: none"
+        )
+    return examples
+
+
+def _labelled_thoughts(example: Example, codec: Codec) -> int:
+    pairs = zip(example.ids, example.labels)
+    return sum(codec.is_latent(token) and label != NO_LOSS for token, label in pairs)
 
 
 def warmup_examples(
-    trajectories: Sequence[Trajectory], codec: Codec, probability: float, seed: int
+    trajectories: Sequence[Trajectory],
+    codec: Codec,
+    probability: float,
+    seed: int,
+    conclusions: Conclusions | None = None,
 ) -> list[Example]:
     """Each turn is latent with `probability`, else it keeps the teacher's text."""
     rng = random.Random(f"mode warm-up {seed}")
     examples = []
     for trajectory in successful(trajectories):
         coins = [rng.random() < probability for _ in trajectory.turns]
-        examples.append(with_latent_turns(trajectory, codec, coins))
+        examples.append(with_latent_turns(trajectory, codec, coins, conclusions))
     return examples
 
 

@@ -18,8 +18,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from alar.model.outline import StoredWeights
 from alar.train.config import Supervised
-from alar.train.distributed import collect, num_processes, sharded_copy
+from alar.train.distributed import collect, num_processes, rank, sharded_copy
 from alar.train.examples import NO_LOSS, Example, SimilarBatches, collate
 from alar.train.masters import keep_masters
 
@@ -163,12 +164,14 @@ def train(
     *,
     seed: int = 0,
     log: Callable[[dict], None] = print,
+    weights: StoredWeights | None = None,
 ):
     """Train a model, latent or not, on `examples`; returns it, merged and in eval mode.
 
     ValueError for an example that is longer than the model's positions, because a cut could fall
     inside a latent block. ValueError also for an example without a token to learn. Under torchrun
-    every process calls this: they train one model, each gets all of it, and the first one logs.
+    every process calls this: they train one model, the first one logs and gets it, the others get
+    None. `weights` are those of a model that is an outline.
     """
     _check(examples, model.config.max_position_embeddings)
     torch.manual_seed(seed)  # for adapters and dropout
@@ -182,7 +185,7 @@ def train(
         arguments = _arguments(scratch, config, steps, processes, seed)
         trained = whole
         if processes > 1:
-            trained = sharded_copy(whole, arguments.device)
+            trained = sharded_copy(whole, arguments.device, weights)
         trainer = SupervisedTrainer(
             trained,
             arguments,
@@ -195,6 +198,8 @@ def train(
         trainer.train()
     if trained is not whole:  # sharded: the copy holds the trained weights
         collect(trained, whole)
+        if rank() > 0:
+            return None
     return merged(whole).requires_grad_(True).eval()
 
 

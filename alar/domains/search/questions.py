@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from alar.domains.arithmetic import add_text, subtract_text
+from alar.domains.arithmetic import add_text, subtract_text, working_conclusions
 from alar.domains.search.world import REAL, Territory, World, world
 from alar.records import Question, Solved, Step
 
@@ -31,6 +32,7 @@ FIRST_VALIDATION_WORLD = 1_000_000
 # The base model has worlds of its own, apart from those of every later stage.
 FIRST_PRETRAINING_WORLD = 2_000_000
 SHARE_COLUMNS = 2  # columns of a sum of two language shares, which are at most 100 each
+YEAR_PLACES = 4  # digits of a year
 YEAR_COLUMNS = 3  # columns of a difference of two years: the thousands cancel
 
 # attribute → ways to ask for it; {0} is a territory.
@@ -92,6 +94,26 @@ def compare_text(a: int, b: int) -> str:
         if sign != "=":  # the first digits that differ decide
             break
     return f"{', '.join(parts)}, so {a}{'>' if a > b else '<'}{b}"
+
+
+# What a thought that compares finds: signs, the last digits of the chosen year, whose year that is.
+_COMPARISON = re.compile(
+    r"(?P<places>\d[<=>].*), so .* year is \d\d(?P<year>\d\d) and \d+ is(?P<name> .*)\.$"
+)
+
+
+def conclusions(thought: str) -> list[str]:
+    """What the steps of a thought conclude, one symbol or name each; [] if it only reads or plans.
+
+    A comparison gives a sign for each place (the deciding one again for those behind it), the last
+    two digits of the chosen year, and the name. Otherwise those of `alar.domains.arithmetic`.
+    """
+    comparison = _COMPARISON.search(thought)
+    if comparison is None:
+        return working_conclusions(thought)
+    signs = re.findall("[<=>]", comparison["places"])
+    signs += signs[-1:] * (YEAR_PLACES - len(signs))
+    return [*signs, *comparison["year"], comparison["name"]]
 
 
 def _lookup(territory: Territory, attribute: str) -> tuple[str, str, str]:

@@ -119,8 +119,8 @@ def verl_job(
     It writes the prompts to `folder`. `environment` gives the `domain` and the settings of its
     environment (`alar.domains.catalogue`). `engine` is "hf", the in-process engine, or "vllm".
     `limits` are `max_turns`, `max_new_tokens` and `batch_size`, as `ARGRPO` takes them. Raises
-    ValueError for a checkpoint with its own codec, because verl's log-probs do not know its
-    constraint.
+    ValueError for questions that the strategy cannot ask or reward, and for a checkpoint with its
+    own codec, because verl's log-probs do not know its constraint.
     """
     folder = Path(folder)
     config = Path(model) / "config.json"
@@ -128,6 +128,7 @@ def verl_job(
         raise ValueError(
             f"{model}: has a codec of its own, which verl does not know; set rl.trainer to single"
         )
+    strategy.reward.require(questions)
     ordered = []  # the questions of step 1, then those of step 2, …
     for step in range(1, rl.steps + 1):
         ordered += strategy.sampler.prompts(questions, step)

@@ -141,7 +141,8 @@ class VerlARGRPO(PPOTrainerSync):
         checked = validation_metrics(summaries, reward.validation(summaries, self.job.rl.steps))
         self.row |= checked
         best, found = self._best(), checked["validation_reward"]
-        if reward.selects and (not best or found > best[-1]["reward"]):
+        selects = reward.selects and self.job.rl.returned_weights == "best"
+        if selects and (not best or found > best[-1]["reward"]):
             self.actor_rollout_wg.export_checkpoint(str(self._best_folder(self.global_steps)))
             # The one before stays: a resume may go back to a step before this one.
             self._keep_best([*best[-1:], {"step": self.global_steps, "reward": found}])
@@ -158,7 +159,7 @@ class VerlARGRPO(PPOTrainerSync):
         append_jsonl(self.job.metrics, self.row | found | seconds)
 
     def finish(self) -> None:
-        """Make the best policy, or without validation the last one, the job's checkpoint folder."""
+        """Make the selected policy, or without one the last, the job's checkpoint folder."""
         if best := self._best():
             self._best_folder(best[-1]["step"]).rename(self.job.checkpoint)
         else:

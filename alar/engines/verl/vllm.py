@@ -46,6 +46,8 @@ class ServedEngine(Engine):
 
     def submit(self, requests: Sequence[TurnRequest], sampling: Sampling) -> None:
         for request in requests:
+            opened(self.codec, request, sampling)  # refuses them all before any is sent
+        for request in requests:
             task = asyncio.run_coroutine_threadsafe(self._ask(request, sampling), self.loop)
             self.tasks[request.session] = task
             task.add_done_callback(
@@ -107,14 +109,33 @@ class ServedEngine(Engine):
         )
 
 
+def opened(codec: Codec, request: TurnRequest, sampling: Sampling) -> TurnWriter:
+    """The turn after its forced ids, which the prompt holds.
+
+    Raises ValueError for forced ids that are no text, and for those that go on behind `<latent>`.
+    """
+    writer, reserved = TurnWriter(codec, request, sampling), codec.latent_token_id
+    for token in map(int, request.forced):
+        if not 0 <= token < reserved:
+            raise ValueError(
+                f"session {request.session}: the forced id {token} is no text; ids of text are 0 to"
+                f" {reserved - 1}, and {reserved} is reserved for latent positions"
+            )
+        if writer.forced() != (token, Origin.FORCED):
+            raise ValueError(
+                f"session {request.session}: forced ids go on behind <latent>, but the server must"
+                " compute the z of that block: let them end with the tag"
+            )
+        writer.push(token, NAN)
+    return writer
+
+
 def replay(codec: Codec, request: TurnRequest, sampling: Sampling, answer) -> TurnOutput:
     """The turn in verl's `TokenOutput`, with its origins.
 
-    Raises RuntimeError if the turn breaks the rules of a block.
+    Raises RuntimeError if the turn breaks the rules of a block, ValueError as `opened`.
     """
-    writer = TurnWriter(codec, request, sampling)
-    for token in request.forced:
-        writer.push(token, NAN)
+    writer = opened(codec, request, sampling)
     latents = iter(answer.extra_fields["latents"])  # rows (H,) of the latent positions, in order
     for token, logprob in zip(answer.token_ids, answer.log_probs, strict=True):
         if writer.done:

@@ -74,12 +74,6 @@ class VLLMEngine(Engine):
         # Turns that ended in the same step as a failed one; the next step returns them.
         self._ended: list[tuple[TurnRequest, TurnOutput]] = []
 
-    def __enter__(self) -> VLLMEngine:
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self.close()
-
     def close(self) -> None:
         """Free the memory and end the processes that vLLM holds. A second call does nothing."""
         if self.llm is None:

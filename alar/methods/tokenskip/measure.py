@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pandas as pd
 
 from alar.engines.choice import opened_engine
-from alar.evaluate import statistics, tables
+from alar.evaluate import published, statistics, tables
 from alar.methods.comparison import Method, MethodComparison
 from alar.methods.tokenskip.collect import cot_tokens
 from alar.methods.tokenskip.examples import conditioned
@@ -102,15 +102,35 @@ def ratio_table(
 
 
 def readable_ratios(table: pd.DataFrame) -> pd.DataFrame:
-    """`tables.RATIOS` with the report's column names, each value followed by its interval."""
-    return pd.DataFrame(
+    """`tables.RATIOS` with the report's column names, each value followed by its interval.
+
+    Beside them stand the report's own numbers, of Qwen3-4B on MATH with LLMLingua-2's scores. Where
+    only these are known, the measured columns have "–".
+    """
+    theirs = published.tokenskip_ratios()
+    shown = pd.DataFrame(
         {
             "model": table["model"],
             "scorer": table["scorer"],
             "ratio": table["ratio"],
-            "n": table["n"],
+            "n": table["n"].astype(str),
             "accuracy %": tables.with_intervals(table, "accuracy", 100),
             "think tokens": tables.with_intervals(table, "think_tokens", 1),
             "tokens (correct)": tables.with_intervals(table, "correct_tokens", 1),
         }
-    ).set_index(["model", "scorer", "ratio"])
+    )
+    report = pd.DataFrame(
+        {
+            "model": theirs["model"],
+            "ratio": theirs["ratio"],
+            "accuracy %, published": theirs["accuracy"].map("{:.1f}".format),
+            "think tokens, published": theirs["think_tokens"].map("{:.0f}".format),
+            "tokens (correct), published": theirs["correct_tokens"].map("{:.0f}".format),
+        }
+    )
+    together = shown.merge(report, on=["model", "ratio"], how="outer", sort=False)
+    # Rows that only the report has are of its scorer.
+    together["scorer"] = together["scorer"].fillna("llmlingua2")
+    together = together.fillna(published.ABSENT)
+    together = together.sort_values(["model", "scorer", "ratio"], ascending=[False, True, False])
+    return together.set_index(["model", "scorer", "ratio"])
