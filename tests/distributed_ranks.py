@@ -164,6 +164,9 @@ def main(folder: Path) -> None:
     results["half"] = half(model, rank)
     for trainable in ("full", "lora"):
         results[f"train {trainable}"] = trained(model, rank, trainable, folder, tokenizer)
+    narrow, _ = load(folder / "model", dtype="bfloat16")
+    for trainable in ("full", "lora"):
+        results[f"half {trainable}"] = trained(narrow, rank, trainable, folder / "half", tokenizer)
     (folder / f"rank-{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
     leave(0)

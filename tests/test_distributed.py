@@ -179,6 +179,29 @@ def test_the_projector_stays_float32_where_the_trunk_computes_in_bfloat16(ranks)
 
 
 @pytest.mark.parametrize("trainable", ["full", "lora"])
+def test_a_bfloat16_checkpoint_trains_as_in_one_process_and_comes_back_in_bfloat16(
+    ranks, trainable
+):
+    """Within the rounding of bfloat16 gradients: 2 %."""
+    found, folder = ranks
+    start, _ = load(folder / "model", dtype="bfloat16")
+    config = Supervised(
+        **TRAINING | {"batch_size": 2 * TRAINING["batch_size"]}, trainable=trainable
+    )
+    log = []
+    model = train(copy.deepcopy(start), training_examples(start), PAD, config, log=log.append)
+    for one, many in zip(log, found[0][f"half {trainable}"], strict=True):
+        assert many["loss"] == pytest.approx(one["loss"], rel=0.02)
+        assert many["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=0.02)
+    saved, _ = load(folder / "half" / f"trained-{trainable}")
+    for name, weight in saved.named_parameters():
+        assert weight.dtype == (torch.float32 if ".projector." in name else torch.bfloat16), name
+    name = "model.layers.0.self_attn.q_proj.weight"
+    before, one, many = (dict(m.named_parameters())[name].float() for m in (start, model, saved))
+    assert torch.cosine_similarity((one - before).ravel(), (many - before).ravel(), dim=0) >= 0.9
+
+
+@pytest.mark.parametrize("trainable", ["full", "lora"])
 def test_training_equals_one_process_with_batches_twice_as_large(ranks, trainable):
     found, folder = ranks
     model, _ = load(folder / "model")

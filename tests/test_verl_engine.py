@@ -95,11 +95,10 @@ def test_a_bfloat16_checkpoint_trains_over_float32_shards_and_a_float32_projecto
     assert found["layer"] == ["torch.bfloat16", "torch.bfloat16"]
     assert found["projector"] == ["torch.float32", "torch.float32"]
     assert found["shards"] == ["torch.float32"] and found["log_probs"] == "torch.float32"
-    print(found["ratio_errors"])
-    # Logits of this trained base reach 32, where bfloat16 knows every eighth: the two sides of a
-    # ratio are rounded apart by up to a quarter, on average by far less.
+    # The head computes in bfloat16, which knows every eighth between 16 and 32. So both sides of a
+    # ratio may be rounded that far apart. Measured: 0.003 on average, 0.25 at most.
     errors = found["ratio_errors"]
-    assert max(errors) <= 0.5 and sum(errors) / len(errors) <= 0.05
+    assert sum(errors) / len(errors) <= 0.01 and max(errors) <= 0.5
     for name, dtype in found["exported"].items():
         assert dtype == ("torch.float32" if ".projector." in name else "torch.bfloat16"), name
 
