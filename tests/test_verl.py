@@ -59,6 +59,7 @@ RL = RLConfig(
     lora_alpha=8,
 )
 LIMITS = {"max_turns": 4, "max_new_tokens": 64}
+BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 
 
 OURS = ar_grpo(RL)
@@ -102,7 +103,8 @@ def a_job(base, folder, questions, name) -> Job:
     asked, validation = questions
     rl = changed(**PAIRS[name])
     strategy = ar_grpo(rl)
-    return verl_job(base, folder, asked, validation, rl, strategy, environment={}, **LIMITS)
+    job = verl_job(base, folder, asked, validation, rl, strategy, environment={}, **LIMITS)
+    return replace(job, overrides={BUCKET: 1})  # MiB; the embeddings alone take 1.5
 
 
 @pytest.fixture(scope="module")
@@ -343,6 +345,8 @@ def test_jobs_that_cannot_be_are_refused(changes, message):
         ("algorithm.use_kl_in_reward", True, "actor.use_kl_loss"),
         ("trainer.v1.trainer_mode", "colocate_async", "set it to sync"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size", 1, "one update per step"),
+        (BUCKET, 0, "is 0: .* a whole number of at least 1"),
+        (BUCKET, 0.5, "is 0.5: .* a whole number of at least 1"),
     ],
 )
 def test_what_verl_would_compute_wrongly_is_refused_with_the_remedy(base, key, value, remedy):

@@ -63,6 +63,16 @@ def test_gradients_and_one_sgd_step_equal_the_single_process_trainer(results, ca
 
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize("case", CASES)
+def test_logits_exist_of_a_few_scored_tokens_at_a_time(results, case):
+    """In log-probs of policy and reference, entropies and the update."""
+    found = results[case]
+    assert found["most_logits"] == 16 and found["tokens"] > found["scored"] > 4 * 16
+    low, high = found["entropy_where_scored"]
+    assert 0 < low <= high <= 8.1 and found["entropy_elsewhere"] == 0  # ln 3056 = 8.02
+
+
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize("case", CASES)
 def test_both_report_the_same_loss_and_kl(results, case):
     single, verl = results[case]["single"], results[case]["verl"]
     assert verl["actor/pg_loss"] == pytest.approx(single["loss"], rel=1e-4, abs=1e-6)

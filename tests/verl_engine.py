@@ -15,6 +15,7 @@ from unittest import mock
 
 CASES = [("full", "recomputed"), ("full", "cached"), ("lora", "recomputed"), ("lora", "cached")]
 PROMPTS, GROUP, STEP = 3, 4, 2
+ROWS = 16  # tokens whose logits verl's engine may have at once
 
 
 def rl_config(trainable: str, latents: str):
@@ -158,10 +159,11 @@ def plain(name: str) -> str:
 
 def compare(model_folder: str, folder: Path, trainable: str, latents: str) -> dict:
     import torch
+    from test_scoring import MostRows
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import response_from_nested
 
-    from alar.model import load
+    from alar.model import load, scoring
     from alar.train.supervised import merged
 
     config = rl_config(trainable, latents)
@@ -169,27 +171,32 @@ def compare(model_folder: str, folder: Path, trainable: str, latents: str) -> di
         model_folder, folder, config
     )
     worker = verl_worker(model_folder, folder, config)
+    size = trainer.reference.config
+    scoring.LOGITS_AT_ONCE = ROWS * size.latent_token_id
+    made = MostRows(size.vocab_size, size.latent_token_id, hidden_size=size.hidden_size)
     engine, batch = (
         worker.actor.engine,
         verl_batch(trajectories, advantages, trainer.engine.codec, config),
     )
 
-    def log_probs(**options):
+    def scores(name, **options):
+        """Log-probs or entropies of the responses, nested (B, response)."""
         td = batch.clone()
         tu.assign_non_tensor(
-            td, temperature=1.0, calculate_entropy=False, compute_loss=False, **options
+            td, temperature=1.0, calculate_entropy=name == "entropy", compute_loss=False, **options
         )
-        return response_from_nested(
-            worker.actor.infer_batch(td)["log_probs"], batch["response_mask"]
-        )
+        with made:
+            found = worker.actor.infer_batch(td)[name]
+        return response_from_nested(found, batch["response_mask"])
 
-    batch["ref_log_prob"] = log_probs(no_lora_adapter=trainable == "lora")
+    batch["ref_log_prob"] = scores("log_probs", no_lora_adapter=trainable == "lora")
     theirs = {plain(name): p for name, p in engine.module.named_parameters()}
     trained = sorted(name for name, p in theirs.items() if p.requires_grad)
     with torch.no_grad():
         for name in trained:
             theirs[name].to_local().copy_(before[name])
-    current, mask = log_probs(), batch["response_mask"].values().bool()
+    current, mask = scores("log_probs"), batch["response_mask"].values().bool()
+    entropies = scores("entropy").values()
     ratios = (current.values() - batch["old_log_probs"].values())[mask].exp()
     for _ in range(STEP - 1):
         engine.lr_scheduler_step()
@@ -210,7 +217,8 @@ def compare(model_folder: str, folder: Path, trainable: str, latents: str) -> di
             {name: theirs[name].grad.to_local().clone() for name in trained}
         )
     )
-    metrics = tu.get(worker.actor.train_mini_batch(td), "metrics")
+    with made:
+        metrics = tu.get(worker.actor.train_mini_batch(td), "metrics")
     ours = dict(trainer.model.named_parameters())
     worker.save_checkpoint(str(folder / "state"), None, 1)
     # On a GPU machine this names the device that actor and vLLM fill.
@@ -232,6 +240,11 @@ def compare(model_folder: str, folder: Path, trainable: str, latents: str) -> di
         "exported_on_the_usual_device": usual.called,
         "same_weights_train": trained == sorted(before),
         "latent_positions": sum(len(t.latents) for t in trajectories),
+        "tokens": sum(len(t.ids) for t in trajectories),
+        "scored": int(mask.sum()),
+        "most_logits": made.rows,
+        "entropy_where_scored": [float(entropies[mask].min()), float(entropies[mask].max())],
+        "entropy_elsewhere": float(entropies[~mask].abs().max()),
         "ratio_error": float((ratios - 1).abs().max()),
         "gradient": distance((gradients[n], ours[n].grad) for n in trained),
         "update": distance(

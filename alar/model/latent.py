@@ -36,6 +36,7 @@ from alar.model.packed_attention import PACKED, PackedCall, PackedPass, attentio
 from alar.model.packing import Packing, pack, sequence_ids, with_filler
 from alar.model.projector import PROJECTORS
 from alar.model.recurrence import LatentStates, reaches_state
+from alar.model.scoring import score_tokens
 
 
 class LatentCausalLM:
@@ -191,16 +192,21 @@ class LatentCausalLM:
         segment_ids=None,
         latents=None,
         latent_gradient="published",
+        shift_labels=None,
+        temperature=1.0,
+        calculate_entropy=False,
         **kwargs,
     ):
         """With `labels` only the loss: the mean over the labelled tokens, or their sum divided by
-        `num_items_in_batch` where that is given. Without, logits (B, T, V).
+        `num_items_in_batch` where that is given. With `shift_labels`, each at the position that
+        predicts it, their log-probs (`alar.model.scoring.TokenScores`). Else logits (B, T, V).
 
         Text without labels, and a call that brings its own embeddings or cache (decoding), go
         through the base class.
         """
         plain = (
             labels is None
+            and shift_labels is None
             and segment_ids is None
             and not self._sharded
             and not self._has_latents(input_ids)
@@ -221,6 +227,15 @@ class LatentCausalLM:
             latents=latents,
             latent_gradient=latent_gradient,
         ).hidden  # (B, T, H)
+        if shift_labels is not None:
+            return score_tokens(
+                self.lm_head,
+                hidden,
+                shift_labels,
+                self.config.latent_token_id,  # this id and the spare rows after it are never chosen
+                temperature=temperature,
+                entropy=calculate_entropy,
+            )
         if labels is None:
             return CausalLMOutputWithPast(logits=self.lm_head(hidden))
         targets = labels[:, 1:]  # (B, T - 1)

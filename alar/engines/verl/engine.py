@@ -4,7 +4,9 @@ nothing more.
 - Sequences travel packed in one row. `segment_ids` tells them apart, so that every z sees only its
   own sequence. The model's own weights recompute z, or z are fed as recorded (`rl.latents`) through
   verl's multi-modal inputs.
-- Probabilities are those of the rollout: the latent id and the spare rows after it have none.
+- Probabilities are those of the rollout: the latent id and the spare rows after it have none. Only
+  tokens that carry loss are scored, a part of them at a time (`alar.model.scoring`), so that no
+  logits of all tokens are ever made.
 - The projector is frozen or trained (`rl.train_projector`), with LoRA as well. It is an FSDP unit
   of its own.
 - The learning rate follows `learning_rate_at`, as in the single-process trainer.
@@ -18,8 +20,11 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
+from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.fsdp_utils import (
     merged_lora_context,
@@ -31,10 +36,8 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from alar.engines.verl.settings import VENDOR
+from alar.model.scoring import UNSCORED
 from alar.rl.config import RLConfig, learning_rate_at
-
-# Logit of an id that cannot be chosen. Its exp is 0 in every dtype, and unlike −∞ it gives no NaN.
-EXCLUDED = -1e4
 
 
 @EngineRegistry.register(
@@ -58,8 +61,8 @@ class LatentFSDPEngine(FSDPEngineWithLMHead):
             or model_config.use_fused_kernels
         ):
             raise ValueError(
-                "latent models need use_remove_padding, without pad_to_length and without fused"
-                " kernels"
+                "latent models need use_remove_padding, without pad_to_length and without verl's"
+                " fused kernels"
             )
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
@@ -96,7 +99,14 @@ class LatentFSDPEngine(FSDPEngineWithLMHead):
         )
 
     def prepare_model_inputs(self, micro_batch):
+        # The form in which verl takes log-probs instead of logits. Its own kernels stay unused.
+        tu.assign_non_tensor(micro_batch, use_fused_kernels=True)
         inputs, arguments = super().prepare_model_inputs(micro_batch)
+        labels = inputs["shift_labels"]  # (1, tokens), at each position the next id
+        inputs["shift_labels"] = labels.masked_fill(~_carries_loss(micro_batch), UNSCORED)
+        inputs["calculate_entropy"] = tu.get_non_tensor_data(
+            micro_batch, "calculate_entropy", default=False
+        )
         lengths = micro_batch["input_ids"].offsets().diff()  # (B,) tokens of each sequence
         numbers = torch.arange(1, len(lengths) + 1, device=lengths.device)
         inputs["segment_ids"] = numbers.repeat_interleave(lengths)[None]  # (1, tokens)
@@ -108,15 +118,6 @@ class LatentFSDPEngine(FSDPEngineWithLMHead):
         else:
             inputs.pop("latents", None)
         return inputs, arguments
-
-    def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
-        reserved = self.model_config.hf_config.latent_token_id
-        logits = output.logits.float()  # (1, tokens, V)
-        choosable = torch.arange(logits.shape[-1], device=logits.device) < reserved
-        output.logits = logits.masked_fill(~choosable, EXCLUDED)
-        return super().prepare_model_outputs(
-            output, output_args, micro_batch, logits_processor_func
-        )
 
     def _merged_lora_per_tensor_param(self):
         """Whole weights with the adapters merged, in the dtype in which they are trained.
@@ -140,3 +141,14 @@ class LatentFSDPEngine(FSDPEngineWithLMHead):
         finally:
             if self._is_offload_param:
                 offload_fsdp_model_to_cpu(self.module)
+
+
+def _carries_loss(micro_batch) -> Bool[Tensor, "1 tokens"]:
+    """Whether the token after each position of the packed row is a response's that carries loss."""
+    ends = micro_batch["input_ids"].offsets()[1:].tolist()
+    mask = torch.zeros_like(micro_batch["input_ids"].values(), dtype=torch.bool)  # (tokens,)
+    # A response stands at the end of its sequence.
+    for end, response in zip(ends, micro_batch["response_mask"].unbind(), strict=True):
+        mask[end - len(response) : end] = response.bool()
+    # The first token of a sequence belongs to its prompt, so nothing moves into the one before.
+    return mask.roll(-1)[None]

@@ -19,11 +19,11 @@ def alar_loss(
 ):
     """`compute_policy_loss_vanilla`, after setting the log-probs outside the mask to 0.
 
-    Nobody chose the ids outside the mask. `old_log_prob` are the behaviour log-probs. The metric
+    Ids outside the mask are not scored. `old_log_prob` are the behaviour log-probs. The metric
     `actor/ratio_error` is added: the largest |ρ − 1|, which verl averages over micro-batches.
     """
     mask = response_mask.bool()  # (B, T), as the log-probs and advantages
-    # A forced id has 0 as its old log-prob and, if excluded, some −1e4 as its new one.
+    # A sampled id of a group that is left out has an old log-prob, and 0 as its new one.
     log_prob, old_log_prob = log_prob.masked_fill(~mask, 0.0), old_log_prob.masked_fill(~mask, 0.0)
     loss, metrics = compute_policy_loss_vanilla(
         old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights

@@ -4,7 +4,8 @@ one server.
 A server holds a whole model and an `HFEngine`. The agent loop talks to it through `RemoteEngine`.
 So a batch of rollouts makes the same calls, and gets the same numbers, as in one process. New
 weights come by verl's route: the actor streams named tensors to the `BaseRollout` of its own
-process, which hands them to the server.
+process, which hands them to the server in buckets of verl's own size. A tensor larger than a
+bucket comes in parts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 
 import ray
 import torch
+from verl.checkpoint_engine.base import TensorMeta, split_weight_chunks
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
@@ -37,6 +39,7 @@ class HFServer:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         model, tokenizer = load(folder)
         self.engine = HFEngine(model, tokenizer)
+        self.arrived: dict[str, torch.Tensor] = {}  # new weights, until the last bucket is here
 
     def submit(self, requests: list[TurnRequest], sampling: Sampling) -> None:
         self.engine.submit(requests, sampling)
@@ -54,9 +57,20 @@ class HFServer:
     def latent_probabilities(self, trajectories: list[Trajectory]) -> list[list[float]]:
         return latent_probabilities(self.engine.model, self.engine.codec, trajectories)
 
-    def update_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        load_whole(self.engine.model, weights)
-        self.engine.reset()  # its KV caches belong to the old weights
+    def receive(self, bucket: list[tuple[TensorMeta, torch.Tensor]], last: bool) -> None:
+        """Parts of new weights, each as bytes. With the `last` bucket the model takes them over.
+
+        Raises RuntimeError if the weights are then not those of the whole model.
+        """
+        for part, data in bucket:
+            if part.name not in self.arrived:
+                self.arrived[part.name] = torch.empty(part.shape, dtype=part.dtype)
+            whole = self.arrived[part.name].view(-1).view(torch.uint8)
+            whole[part.chunk_offset : part.chunk_offset + part.chunk_size] = data
+        if last:
+            weights, self.arrived = self.arrived, {}
+            load_whole(self.engine.model, weights)
+            self.engine.reset()  # its KV caches belong to the old weights
 
     def nothing(self, *args, **kwargs) -> None:
         """The answer to verl's calls to sleep, wake up, profile or clear caches.
@@ -122,10 +136,18 @@ class HFRollout(BaseRollout):
                 "alar_hf takes whole weights: leave the checkpoint engine naive and"
                 " model.lora.merge True"
             )
-        # Copies on the CPU: the actor goes on training its own tensors.
-        whole = {name: tensor.detach().cpu().clone() for name, tensor in weights}
+        limit = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20  # bytes
         server = ray.get_actor(server_name(torch.distributed.get_rank()))
-        await server.update_weights.remote(whole)
+        plain = ((name, tensor.detach().contiguous()) for name, tensor in weights)
+        bucket, size = [], 0
+        async for part, data in split_weight_chunks(plain, limit):
+            if size + part.chunk_size > limit:
+                await server.receive.remote(bucket, last=False)
+                bucket, size = [], 0
+            # A copy on the CPU: the actor goes on training its own tensor.
+            bucket.append((part, data.cpu().clone()))
+            size += part.chunk_size
+        await server.receive.remote(bucket, last=True)
 
 
 def _vllm_replica():

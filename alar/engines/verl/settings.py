@@ -319,6 +319,8 @@ def refuse_wrong(config) -> None:
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     cut = [part.get("ulysses_sequence_parallel_size", 1) for part in (actor, actor.fsdp_config)]
     mode, batch = config.trainer.v1.trainer_mode, config.data.train_batch_size
+    sync = config.actor_rollout_ref.rollout.get("checkpoint_engine", {})
+    bucket = sync.get("update_weights_bucket_megabytes", 1)
     one_update = actor.ppo_mini_batch_size == batch and actor.get("ppo_epochs", 1) == 1
     wrong = {  # problem and remedy → whether it is present
         "sequence parallelism cuts latent blocks: set ulysses_sequence_parallel_size to 1, use more"
@@ -326,7 +328,7 @@ def refuse_wrong(config) -> None:
         f"actor.strategy {actor.strategy}: the latent engine is FSDP2's; set it to fsdp2": (
             actor.strategy != "fsdp2"
         ),
-        "model.use_fused_kernels computes log-probs over the latent id as well; set it to False": (
+        "model.use_fused_kernels replaces the latent model's forward; set it to False": (
             model.get("use_fused_kernels", False)
         ),
         "model.use_remove_padding must be True: the engine packs sequences and numbers them": (
@@ -338,6 +340,10 @@ def refuse_wrong(config) -> None:
         ),
         "one update per step: set actor.ppo_mini_batch_size to data.train_batch_size and ppo_epochs"
         " to 1": not one_update,
+        f"checkpoint_engine.update_weights_bucket_megabytes is {bucket}: new weights travel in"
+        " buckets of this size; set it to a whole number of at least 1": (
+            type(bucket) is not int or bucket < 1
+        ),
     }
     problems = [problem for problem, found in wrong.items() if found]
     if problems:
