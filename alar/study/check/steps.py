@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import json
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -82,7 +82,7 @@ def _model(step: Step, layers: int):
 
 
 def _batch(step: Step, model) -> tuple[Tensor, Tensor]:
-    """Ids and labels, each (rows, tokens), real: text, a latent block, and the scored tokens last."""
+    """Real ids and labels, each (rows, tokens): text, a latent block, and last what is scored."""
     ids = torch.ones(step.rows, step.tokens, dtype=torch.long)
     last = step.tokens - step.scored
     begin = max(1, last - model.config.num_latent)
@@ -156,8 +156,3 @@ def _training(step: Step, model) -> tuple[int, ...]:
 def _no_gradients(weights: list[torch.nn.Parameter]) -> None:
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
-
-
-def halved(step: Step) -> Step:
-    """The same step on half as many rows, for advice on what would fit."""
-    return replace(step, rows=max(1, step.rows // 2))
