@@ -179,7 +179,9 @@ def settings(
 ) -> Iterator[Finding]:
     """Findings on settings that are valid by themselves, but not for this model and machine."""
     rl = experiment.rl
-    longest = written_tokens(experiment) + observed_tokens(experiment, domain)
+    longest = written_tokens(experiment)
+    if experiment.retrieval.backend != "tfidf":  # the passages of embedded worlds are short
+        longest += observed_tokens(experiment, domain)
     if stages & ROLLING and longest >= size.positions:
         text = (
             f"rollout: {experiment.rollout.max_turns} turns of {experiment.rollout.max_new_tokens}"

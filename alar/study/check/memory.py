@@ -25,6 +25,7 @@ VLLM_SHARE = 0.92  # of a GPU that vLLM takes by default
 VLLM_SHARE_IN_VERL = 0.5  # verl's own default: the trainer stays beside it
 VLLM_WORK = 4 * GIB  # activations of one step, logits, CUDA graphs
 CACHE_SHARE = 0.8  # of a GPU's free memory, which the in-process engine gives to its KV cache
+HOST_CACHE = 8 * GIB  # what it gives on a host
 SYNC = 4 * GIB  # verl's bucket of new weights, filled and being read
 KEPT_STATES = 2  # of verl's own checkpoints
 
@@ -150,7 +151,7 @@ def _rollouts(
         remedy = "lower rollout.max_turns or rollout.max_new_tokens"
         return Need(stage, weights + VLLM_WORK + trajectory, "estimated", room, remedy)
     room = machine.memory - (UNSEEN if machine.gpus else 0)
-    budget = int(CACHE_SHARE * max(0, room - weights))
+    budget = int(CACHE_SHARE * max(0, room - weights)) if machine.gpus else HOST_CACHE
     cache = max(trajectory, min(budget, experiment.rollout.batch_size * trajectory))
     remedy = "lower rollout.batch_size, or set rollout.engine: vllm"
     return Need(stage, weights + cache, "estimated", room, remedy)

@@ -1,12 +1,14 @@
 """One training step, or one pass that scores tokens, on fake tensors: its peak memory in bytes.
 
-What runs is the study's own code: the latent model's forward, LoRA and masters as the trainers make
-them, FSDP with a process group that sends nothing, AdamW. All layers are alike, so memory grows by
-equal amounts with each one. We run models of one and of two layers, and go on in a straight line,
-separately for every phase of the step, because the largest phase need not be the same in both.
+What runs is the study's own code: the latent model's forward, LoRA and masters as the trainers
+make them, FSDP with a process group that sends nothing, AdamW. All layers are alike, and so are all
+rows, so memory grows by equal amounts with each. We run models of one and of two layers on one and
+on two rows, and go on in straight lines, separately for every phase of the step, because the
+largest phase of a small model need not be that of a large one.
 
-A row is as long as the parameters allow, with one latent block. Further blocks cut its text into
-more calls but change the peak by less than 1 % (`tests/test_check_memory.py`), and each costs time.
+A row is as long as the parameters allow, with one latent block of one position. Further blocks and
+positions make more calls but change the peak by less than 2 % (`tests/test_check_memory.py`), and
+each call costs time.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import copy
 import json
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -56,11 +58,26 @@ class Step:
 
 def peak_bytes(step: Step) -> int:
     """Peak of the step on each GPU, its weights included."""
-    if step.layers <= 2:
+    few_layers, few_rows = min(step.layers, 2), min(step.rows, 2)
+    if (few_layers, few_rows) == (step.layers, step.rows):
         return max(_phases(step, step.layers))
-    one, two = (_phases(step, layers) for layers in (1, 2))
-    more = step.layers - 1
-    return max(first + (second - first) * more for first, second in zip(one, two))
+    more_layers, more_rows = step.layers - few_layers, step.rows - few_rows
+    found = []
+    for phase in zip(*(_phases(replace(step, rows=r), n) for n, r in _corners(step))):
+        one, wider, deeper, both = phase  # (1 layer, 1 row), (1, 2), (2, 1), (2, 2)
+        by_row, by_layer = both - deeper, both - wider
+        crossed = both - wider - deeper + one  # what a layer keeps of a row
+        grown = by_row * more_rows + by_layer * more_layers + crossed * more_rows * more_layers
+        found.append(both + grown)
+    return max(found)
+
+
+def _corners(step: Step) -> list[tuple[int, int]]:
+    """(layers, rows) of the four small steps that stand for a large one. Where there is only one
+    layer or row, it stands twice, and nothing grows with it."""
+    return [
+        (layers, rows) for layers in (1, min(step.layers, 2)) for rows in (1, min(step.rows, 2))
+    ]
 
 
 @cache
@@ -78,17 +95,23 @@ def _model(step: Step, layers: int):
     config_class, model_class = FAMILIES[step.family]
     settings = json.loads(step.config) | {"num_hidden_layers": layers}
     settings.pop("layer_types", None)  # one entry for each layer; all have full attention
+    settings["num_latent"] = min(1, settings["num_latent"])
     return model_class(config_class(**settings)).to(getattr(torch, step.dtype))
 
 
 def _batch(step: Step, model) -> tuple[Tensor, Tensor]:
-    """Real ids and labels, each (rows, tokens): text, a latent block, and last what is scored."""
+    """Real ids and labels, each (rows, tokens): text, a latent block and one more token, with loss
+    on the last ones of the text.
+
+    Text that follows a block needs a mask on the CPU, and none on a GPU: one token needs none.
+    """
     ids = torch.ones(step.rows, step.tokens, dtype=torch.long)
-    last = step.tokens - step.scored
-    begin = max(1, last - model.config.num_latent)
-    ids[:, begin : begin + model.config.num_latent] = model.config.latent_token_id
+    end = step.tokens - 1
+    block = slice(end - model.config.num_latent, end)
+    ids[:, block] = model.config.latent_token_id
     labels = torch.full_like(ids, UNLABELLED)
-    labels[:, max(last, begin + model.config.num_latent) :] = 1
+    labels[:, step.tokens - step.scored :] = 1
+    labels[:, block] = UNLABELLED
     return ids, labels
 
 
