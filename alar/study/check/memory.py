@@ -1,50 +1,68 @@
-"""Bytes that each stage holds on one device, estimated from above by model size and parameters.
+"""What each stage holds on one GPU, on the host and on the disk.
 
-    training   weights 4 P + gradients 4 t + AdamW 8 t
-               + activations 4 a · tokens + logits 3 · 4 V · tokens with loss
-    rollouts   weights + KV cache of the rollouts that run at once, each at its longest
-               (vLLM queues what has no room, so 16 at once are asked of it)
-    AR-GRPO    single: training of one part + the reference's 4 P + KV cache
-               verl:   training of a micro-batch under gradient checkpointing in bfloat16, its first
-                       three terms divided by the GPUs of all nodes (FSDP),
-                       + vLLM's weights and KV cache, divided by tensor_parallel
-
-P: parameters, t: those that train, a: activation values per token, V: vocabulary. Notebooks train
-and decode on one device. Notebooks and verl's actor keep weights in float32; vLLM computes in
-bfloat16. With LoRA, verl's reference is the actor without its adapters, so it takes no memory.
+Training, AR-GRPO's update and the passes that score tokens are measured: one step at its true
+shapes and dtypes on fake tensors (`alar.study.check.steps`). Rollouts are estimated, because their
+tokens cannot be drawn without weights: weights, and the KV cache of the longest trajectories that
+the parameters allow. A GPU must also have room for what no tracker sees (`UNSEEN`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from alar.methods.config import SelfTraining, Tokenskip
-from alar.model.dtype import resolved_dtype
 from alar.study.check.sizes import Size
+from alar.study.check.steps import Step, peak_bytes
 from alar.study.params.sections import Experiment
 
 GIB = 2**30
 PROMPT_TOKENS = {"search": 300, "tool": 3000}  # instruction and question; in tool also schemas
 PASSAGE_TOKENS = 150  # 500 characters and a title
-VLLM_SEQUENCES = 16  # rollouts at once; the rest waits in its queue
-GPU_COUNTS = (1, 2, 4, 8, 16)  # numbers that are tried, per node
+UNSEEN = 2 * GIB  # CUDA's context, workspaces of kernels, NCCL's buffers, the allocator's rounding
+VLLM_SHARE = 0.92  # of a GPU that vLLM takes by default
+VLLM_SHARE_IN_VERL = 0.5  # verl's own default: the trainer stays beside it
+VLLM_WORK = 4 * GIB  # activations of one step, logits, CUDA graphs
+CACHE_SHARE = 0.8  # of a GPU's free memory, which the in-process engine gives to its KV cache
+HOST_CACHE = 8 * GIB  # what it gives on a host
+SYNC = 4 * GIB  # verl's bucket of new weights, filled and being read
+KEPT_STATES = 2  # of verl's own checkpoints
+
+# stage → the parameter to lower if the stage does not fit into memory
+BATCHES = {
+    "03": "aasd.batch_size",
+    "04": "warmup.batch_size",
+    "12": "tokenskip.batch_size",
+    "13": "self_training.batch_size",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs of one node; 0: the host itself computes, with `memory` bytes."""
+
+    gpus: int
+    memory: int  # bytes of each GPU, or of the host
+
+    def __str__(self) -> str:
+        return f"{self.gpus} × {gib(self.memory)} GiB" if self.gpus else f"{gib(self.memory)} GiB"
 
 
 @dataclass(frozen=True)
 class Need:
-    """Memory of one stage on one device. `parts`: name → bytes."""
+    """Peak of one stage on each GPU: `bytes`, of which the tracker has seen all ("measured") or
+    that are computed from sizes ("estimated")."""
 
     stage: str
-    parts: dict[str, int]
+    bytes: int
+    source: str
+    capacity: int  # bytes that the stage may take
+    remedy: str  # what to change if it does not fit
 
     @property
-    def total(self) -> int:
-        return sum(self.parts.values())
-
-    def __str__(self) -> str:
-        shown = " + ".join(f"{name} {gib(value)}" for name, value in self.parts.items() if value)
-        return f"{shown} = {gib(self.total)} GiB"
+    def fits(self) -> bool:
+        return self.bytes <= self.capacity
 
 
 def gib(count: float) -> str:
@@ -55,137 +73,186 @@ def gib(count: float) -> str:
     return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
-def context_tokens(experiment: Experiment, domain: str) -> int:
-    """Tokens of the longest trajectory that the parameters allow."""
-    rollout = experiment.rollout
-    observed = 0
-    if domain == "search":
-        # The last turn answers and observes nothing.
-        observed = (rollout.max_turns - 1) * experiment.retrieval.topk * PASSAGE_TOKENS
-    return PROMPT_TOKENS[domain] + rollout.max_turns * rollout.max_new_tokens + observed
+def written_tokens(experiment: Experiment) -> int:
+    """Tokens that the policy may write in one trajectory."""
+    return experiment.rollout.max_turns * experiment.rollout.max_new_tokens
 
 
-def training(
-    size: Size, trainable: int, *, tokens: int, scored: int, processes: int = 1
-) -> dict[str, int]:
-    """Part → bytes of one process, for a training step over `tokens` tokens, `scored` with loss."""
-    return {
-        "weights": math.ceil(4 * size.parameters / processes),  # float32: 4 bytes
-        "gradients": math.ceil(4 * trainable / processes),
-        "optimizer": math.ceil(8 * trainable / processes),  # AdamW: two float32 moments
-        "activations": 4 * size.activation_values * tokens,
-        "logits": 3 * 4 * size.vocabulary * scored,
-    }
+def observed_tokens(experiment: Experiment, domain: str) -> int:
+    """Tokens of the passages that one trajectory may read."""
+    if domain != "search":
+        return 0
+    # The last turn answers and observes nothing.
+    return (experiment.rollout.max_turns - 1) * experiment.retrieval.topk * PASSAGE_TOKENS
 
 
-def decoding(size: Size, rows: int, tokens: int, *, itemsize: int) -> dict[str, int]:
-    """Part → bytes for `rows` rollouts of `tokens` tokens at once, `itemsize` bytes per number."""
-    return {
-        "weights": itemsize * size.parameters,
-        "KV cache": itemsize * size.kv_values * rows * tokens,  # keys and values of all layers
-    }
+def context_tokens(experiment: Experiment, size: Size, domain: str) -> int:
+    """Tokens of the longest trajectory that the parameters and the model's positions allow."""
+    written, observed = written_tokens(experiment), observed_tokens(experiment, domain)
+    return min(size.positions, PROMPT_TOKENS[domain] + written + observed)
+
+
+def dtype_of(experiment: Experiment, machine: Machine) -> str:
+    """What `model.dtype` will mean on that machine."""
+    named = experiment.model.dtype
+    if named != "auto":
+        return named
+    return "bfloat16" if machine.gpus else "float32"
+
+
+def itemsize(experiment: Experiment, machine: Machine) -> int:
+    return 4 if dtype_of(experiment, machine) == "float32" else 2
 
 
 def needs(
-    experiment: Experiment, size: Size, domain: str, stages: frozenset[str], gpus: int = 1
-) -> list[Need]:
-    """What the given stages ("02", …) hold on one device. verl has `gpus` GPUs on each node."""
-    tokens = context_tokens(experiment, domain)
-    # Only what the policy writes carries loss.
-    scored = experiment.rollout.max_turns * experiment.rollout.max_new_tokens
-    found = []
+    experiment: Experiment, size: Size, domain: str, stages: frozenset[str], machine: Machine
+) -> Iterator[Need]:
+    """What the given stages ("02", …) hold on each GPU of a machine."""
+    tokens = context_tokens(experiment, size, domain)
+    written = min(written_tokens(experiment), tokens - 2)
+    base = Step(
+        family=size.family,
+        config=size.config,
+        dtype=dtype_of(experiment, machine),
+        rows=1,
+        tokens=tokens,
+        scored=written,
+    )
+    room = machine.memory - (UNSEEN if machine.gpus else 0)
     if stages & {"02", "06"}:
-        found.append(Need("02 and 06, rollouts", _rollouts(experiment, size, tokens)))
+        yield _rollouts("02, 06 rollouts", experiment, size, tokens, machine)
     supervised = {"03_aasd": experiment.aasd, "04_mode_warmup": experiment.warmup}
     for name, section in supervised.items():
-        if name[:2] in stages:
-            found.append(Need(name, _supervised(section, size, tokens, scored)))
+        if name[:2] not in stages:
+            continue
+        yield _supervised(name, section, base, room)
+        if machine.gpus > 1:
+            yield _supervised(f"{name}, torchrun", section, base, room, machine.gpus)
     sampled = {"12_tokenskip": experiment.tokenskip, "13_self_training": experiment.self_training}
     for name, section in sampled.items():
         if name[:2] in stages:
-            found += _sampled_and_trained(name, section, experiment, size, tokens)
+            yield from _sampled_and_trained(name, section, experiment, size, base, machine)
     if "05" in stages:
-        found.append(_reinforcement(experiment, size, tokens, scored, gpus))
-    return found
+        yield from _reinforcement(experiment, size, base, machine)
+    if "06" in stages:  # p(latent): one long trajectory at a time
+        scored = replace(base, scored=2)
+        yield Need("06 p(latent)", peak_bytes(scored), "measured", room, "a larger GPU")
 
 
-def _rollouts(experiment: Experiment, size: Size, tokens: int) -> dict[str, int]:
-    rows = experiment.rollout.batch_size
+def _rollouts(
+    stage: str, experiment: Experiment, size: Size, tokens: int, machine: Machine
+) -> Need:
+    """Weights and KV cache. vLLM can work with one trajectory at a time; the engine in this process
+    has a budget for its cache."""
+    each = itemsize(experiment, machine)
+    weights, trajectory = each * size.parameters, each * size.kv_values * tokens
     if experiment.rollout.engine == "vllm":
-        itemsize = 4 if experiment.model.dtype == "float32" else 2  # vLLM's place is a GPU
-        return decoding(size, min(rows, VLLM_SEQUENCES), tokens, itemsize=itemsize)
-    itemsize = resolved_dtype(experiment.model.dtype).itemsize
-    return decoding(size, rows, tokens, itemsize=itemsize)
+        room = int(VLLM_SHARE * machine.memory)
+        remedy = "lower rollout.max_turns or rollout.max_new_tokens"
+        return Need(stage, weights + VLLM_WORK + trajectory, "estimated", room, remedy)
+    room = machine.memory - (UNSEEN if machine.gpus else 0)
+    budget = int(CACHE_SHARE * max(0, room - weights)) if machine.gpus else HOST_CACHE
+    cache = max(trajectory, min(budget, experiment.rollout.batch_size * trajectory))
+    remedy = "lower rollout.batch_size, or set rollout.engine: vllm"
+    return Need(stage, weights + cache, "estimated", room, remedy)
 
 
-def _supervised(section, size: Size, tokens: int, scored: int) -> dict[str, int]:
-    rows = section.batch_size
-    trainable = size.trainable(section.trainable, section.lora_rank)
-    return training(size, trainable, tokens=rows * tokens, scored=rows * scored)
+def _supervised(stage: str, section, base: Step, room: int, processes: int = 0) -> Need:
+    step = replace(
+        base,
+        rows=section.batch_size,
+        # Added rows are few: what trains with them is counted as LoRA.
+        trainable="full" if section.trainable == "full" else "lora",
+        lora_rank=section.lora_rank,
+        accumulates=section.gradient_accumulation > 1,
+        processes=processes,
+    )
+    remedy = "use a larger GPU, or train with torchrun on several (alar.study.train_stage)"
+    if section.batch_size > 1:
+        remedy = f"lower {BATCHES[stage[:2]]} and raise gradient_accumulation as much"
+    return Need(stage, peak_bytes(step), "measured", room, remedy)
 
 
 def _sampled_and_trained(
-    name: str, section: Tokenskip | SelfTraining, experiment: Experiment, size: Size, tokens: int
-) -> list[Need]:
+    name: str,
+    section: Tokenskip | SelfTraining,
+    experiment: Experiment,
+    size: Size,
+    base: Step,
+    machine: Machine,
+) -> Iterator[Need]:
     """Needs of sampling and of training. A sample's prompt may hold exemplars, each as long as a
     trajectory."""
-    turns = experiment.rollout.max_turns
+    tokens, scored = base.tokens, base.scored
     if section.dataset:  # a question and one answer
-        tokens, turns = PROMPT_TOKENS["search"] + experiment.rollout.max_new_tokens, 1
+        scored = experiment.rollout.max_new_tokens
+        tokens = min(size.positions, PROMPT_TOKENS["search"] + scored)
     exemplars = section.exemplars if isinstance(section, SelfTraining) else 0
     longest = min(size.positions, (1 + exemplars) * tokens)  # the model cannot read more
-    scored = turns * experiment.rollout.max_new_tokens
-    return [
-        Need(f"{name[:2]}, samples", _rollouts(experiment, size, longest)),
-        Need(name, _supervised(section, size, tokens, scored)),
-    ]
+    yield _rollouts(f"{name[:2]} samples", experiment, size, longest, machine)
+    step = replace(base, tokens=tokens, scored=min(scored, tokens - 2))
+    yield _supervised(name, section, step, machine.memory - (UNSEEN if machine.gpus else 0))
 
 
-def _reinforcement(experiment: Experiment, size: Size, tokens: int, scored: int, gpus: int) -> Need:
+def _reinforcement(
+    experiment: Experiment, size: Size, base: Step, machine: Machine
+) -> Iterator[Need]:
     rl = experiment.rl
-    trainable = size.trainable(rl.trainable, rl.lora_rank, projector=rl.train_projector)
-    rows = rl.prompts_per_step * rl.group_size  # rollouts of one step
+    rollouts = rl.prompts_per_step * rl.group_size
+    room = machine.memory - (UNSEEN if machine.gpus else 0)
+    update = replace(
+        base,
+        trainable=rl.trainable,
+        lora_rank=rl.lora_rank,
+        train_projector=rl.train_projector,
+        accumulates=rl.gradient_accumulation > 1,
+        latents_given=rl.latents == "cached",
+        optimizer="foreach",  # PyTorch's choice on a GPU
+    )
+    remedy = "raise rl.gradient_accumulation"
     if rl.trainer == "single":
-        part = math.ceil(rows / rl.gradient_accumulation)  # rollouts in one backward pass
-        parts = training(size, trainable, tokens=part * tokens, scored=part * scored)
-        rollouts = decoding(size, min(rows, experiment.rollout.batch_size), tokens, itemsize=4)
-        extra = {"reference": 4 * size.parameters, "KV cache": rollouts["KV cache"]}
-        return Need("05_ar_grpo", parts | extra)
-    gpus *= rl.nodes  # FSDP spreads the weights over all of them
-    own = math.ceil(rows / gpus)  # rollouts of one GPU
-    part = math.ceil(own / rl.gradient_accumulation)
-    parts = training(size, trainable, tokens=part * tokens, scored=part * scored, processes=gpus)
-    # 2 bytes: bfloat16. verl's actor trains with gradient checkpointing.
-    parts["activations"] = 2 * size.checkpointed_values * part * tokens
-    rollouts = decoding(size, min(VLLM_SEQUENCES, own), tokens, itemsize=2)
-    extra = {
-        "reference": 0 if rl.trainable == "lora" else math.ceil(4 * size.parameters / gpus),
-        "vLLM weights": math.ceil(rollouts["weights"] / rl.tensor_parallel),
-        "KV cache": math.ceil(rollouts["KV cache"] / rl.tensor_parallel),
-    }
-    return Need("05_ar_grpo", parts | extra)
+        rows = math.ceil(rollouts / rl.gradient_accumulation)  # in one backward pass
+        step = replace(update, rows=rows, reference=True)
+        yield _rollouts("05 rollouts", experiment, size, base.tokens, machine)
+        yield Need("05 update", peak_bytes(step), "measured", room, remedy)
+        return
+    world = max(1, machine.gpus) * rl.nodes  # FSDP shards over all of them
+    rows = math.ceil(math.ceil(rollouts / world) / rl.gradient_accumulation)
+    # verl's actor trains with gradient checkpointing; the reference is the actor without adapters,
+    # or of the same shards again.
+    step = replace(update, rows=rows, processes=world, checkpointed=True)
+    shards = math.ceil(4 * size.parameters / world)  # float32
+    reference = 0 if rl.trainable == "lora" else shards
+    need = peak_bytes(step) + reference
+    yield Need("05 update, verl", need, "measured", room, f"{remedy}, or use more GPUs")
+    # During rollouts the trainer's shards and states lie beside vLLM, which has its own share.
+    trained = size.trainable(rl.trainable, rl.lora_rank, projector=rl.train_projector)
+    beside = shards + reference + math.ceil(8 * trained / world) + SYNC
+    served = itemsize(experiment, machine) * size.parameters + VLLM_WORK
+    served += itemsize(experiment, machine) * size.kv_values * base.tokens
+    served = max(math.ceil(served / rl.tensor_parallel), int(VLLM_SHARE_IN_VERL * machine.memory))
+    more = "raise rl.tensor_parallel, or use more GPUs"
+    yield Need("05 rollouts, verl", beside + served, "estimated", room, more)
 
 
-def fewest_gpus(
-    experiment: Experiment, size: Size, domain: str, stages: frozenset[str], memory: int
-) -> int | None:
-    """The smallest of `GPU_COUNTS` that is enough, each GPU with `memory` bytes; None if none
-    is."""
-    for gpus in GPU_COUNTS:
-        if all(need.total <= memory for need in needs(experiment, size, domain, stages, gpus)):
-            return gpus
-    return None
+def host_bytes(experiment: Experiment, size: Size, machine: Machine) -> int:
+    """Notebook 01 holds the latent model, and beside it once more in float64."""
+    return (itemsize(experiment, machine) + 8) * size.parameters
 
 
-def host_bytes(size: Size) -> int:
-    """Notebook 01 holds the base in float32 and the latent model, which it turns into float64."""
-    return 4 * size.base + 8 * size.parameters
+def written_bytes(experiment: Experiment, size: Size, machine: Machine) -> int:
+    """Bytes of a run: base, latent model and the checkpoints of 03, 04 and 05 as they are stored,
+    and what AR-GRPO needs to go on.
 
-
-def written_bytes(experiment: Experiment, size: Size) -> int:
-    """Bytes of a run: base, latent model and three checkpoints in the dtype of the model (5 times),
-    and AR-GRPO's resume state (12 per trained parameter: weights and two moments)."""
+    One process keeps the trained weights and two moments, in float32. verl keeps whole states:
+    all weights in float32, the adapters among them, and the moments. It also exports the best
+    policy so far, and deletes the one before only after the next.
+    """
     rl = experiment.rl
-    trainable = size.trainable(rl.trainable, rl.lora_rank, projector=rl.train_projector)
-    itemsize = resolved_dtype(experiment.model.dtype).itemsize
-    return 5 * itemsize * size.parameters + 12 * trainable
+    trained = size.trainable(rl.trainable, rl.lora_rank, projector=rl.train_projector)
+    stored = itemsize(experiment, machine) * size.parameters
+    if rl.trainer == "single":
+        return 5 * stored + 12 * trained
+    adapters = rl.lora_rank * size.lora_per_rank if rl.trainable == "lora" else 0
+    state = 4 * (size.parameters + adapters) + 8 * trained
+    return 5 * stored + KEPT_STATES * state + stored

@@ -67,7 +67,7 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Size:
-    """Counts of one latent model. The last three are values kept per token, over all layers."""
+    """Counts of one latent model, and the config that `alar.study.check.steps` builds it from."""
 
     source: str  # where the config is from
     base: int  # parameters without the projector, tied weights once
@@ -75,10 +75,10 @@ class Size:
     lora_per_rank: int  # adapter parameters for r = 1
     vocabulary: int
     positions: int
-    kv_values: int
-    activation_values: int  # estimate, without gradient checkpointing: see `size_of_model`
-    # With gradient checkpointing: the input of every layer, and all activations of one layer.
-    checkpointed_values: int
+    kv_values: int  # keys and values of one token, over all layers
+    kv_heads: int
+    family: str  # of the base, such as "qwen2"
+    config: str  # of the latent model, as JSON
 
     @property
     def parameters(self) -> int:
@@ -147,22 +147,16 @@ def meta_model(config: dict, experiment: Experiment) -> torch.nn.Module:
 
 
 def size_of_model(model: torch.nn.Module, source: str = "") -> Size:
-    """Counts of a latent model on any device.
-
-    Activations per token and layer, in values: 6 h around the two norms and the residual stream,
-    3 q + 2 kv in attention (queries, expanded keys and values count as queries', output), and 4 i
-    in the MLP. The widths are h (hidden), q (all query heads), kv (all key heads) and i (MLP).
-    """
+    """Counts of a latent model on any device."""
     config = model.config
     # Qwen3 states the width of a head; else it is hidden size / heads.
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    queries, keys = head * config.num_attention_heads, head * config.num_key_value_heads
+    keys = head * config.num_key_value_heads  # width of all key heads
     projector = sum(p.numel() for p in model.model.projector.parameters())
     adapters = 0
     for name, module in model.model.layers.named_modules():
         if name.rsplit(".", 1)[-1] in LORA_TARGETS:
             adapters += module.in_features + module.out_features  # A (r, in) and B (out, r)
-    per_layer = 6 * config.hidden_size + 3 * queries + 2 * keys + 4 * config.intermediate_size
     return Size(
         source=source,
         # `parameters` gives tied weights once.
@@ -172,6 +166,7 @@ def size_of_model(model: torch.nn.Module, source: str = "") -> Size:
         vocabulary=config.vocab_size,
         positions=config.max_position_embeddings,
         kv_values=2 * config.num_hidden_layers * keys,  # keys and values
-        activation_values=config.num_hidden_layers * per_layer,
-        checkpointed_values=config.num_hidden_layers * config.hidden_size + per_layer,
+        kv_heads=config.num_key_value_heads,
+        family=config.model_type.removeprefix("latent_"),
+        config=config.to_json_string(),
     )
