@@ -36,7 +36,8 @@ def peaks(file: Path, gpus: str) -> list[Need]:
 
     Raises ParameterError, and ValueError where nothing is known about the model.
     """
-    experiment = load_experiment(file, root=repository())
+    # Data need not be here to know the model's memory.
+    experiment = load_experiment(file, root=repository(), absent=[])
     domain = experiment.run.domains[0]
     size, about = known_size(experiment, domain)
     if size is None:
