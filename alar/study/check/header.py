@@ -54,9 +54,9 @@ def block(file: Path) -> str:
     # Stages in order of appearance; torchrun's are only there with several GPUs.
     stages = list(dict.fromkeys(stage for column in columns for stage in column))
     lines = [
-        f"# Memory:     {' '.join(machines)} GiB, peak on each GPU; ~ estimated, else measured"
+        f"# Memory:     {' '.join(machines)} GiB, peak on each GPU; ~ estimated, else measured",
+        "#             (written by python -m alar.study.check.header; ! does not fit)",
     ]
-    lines.append("#             (written by python -m alar.study.check.header; ! does not fit)")
     for stage in sorted(stages):
         cells = []
         for column in columns:
