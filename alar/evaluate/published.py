@@ -176,7 +176,7 @@ def beside_published(
         if table is not None:
             table = table[table["question_type"] == over]
             shown = dict(zip(table["system"], tables.with_intervals(table, "em", 100)))
-        rows[name] = rows["system"].map(shown).fillna(ABSENT)
+        rows[name] = [shown.get(system, ABSENT) for system in rows["system"]]
     rows["tokens"] = tables.with_intervals(ours, "tokens")
     rows["fewer tokens %"] = tables.with_intervals(ours, "token_reduction", 100)
     rows["numbers are"] = measured

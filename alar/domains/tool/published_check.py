@@ -10,6 +10,7 @@ are those of `tool/evaluate_vllm.py` in the released ALAR code:
 - Texts must be equal but for blanks at their ends; official: case and punctuation are forgiven.
 - A dict must equal the answer's, which holds lists of accepted values where a call has the values.
   So every right dict argument is rejected, but an empty one.
+- A parameter for which no value is listed has to be given, with any value.
 
 It crashes on a call that is no object, such as `[1]` or `null`, and on odd arguments; here such an
 answer is wrong. It also counts calls inside a reasoning block, which no record of ours holds apart.

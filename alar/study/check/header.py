@@ -36,7 +36,8 @@ def peaks(file: Path, gpus: str) -> list[Need]:
 
     Raises ParameterError, and ValueError where nothing is known about the model.
     """
-    experiment = load_experiment(file, root=repository())
+    # Data need not be here to know the model's memory.
+    experiment = load_experiment(file, root=repository(), absent=[])
     domain = experiment.run.domains[0]
     size, about = known_size(experiment, domain)
     if size is None:
@@ -53,9 +54,9 @@ def block(file: Path) -> str:
     # Stages in order of appearance; torchrun's are only there with several GPUs.
     stages = list(dict.fromkeys(stage for column in columns for stage in column))
     lines = [
-        f"# Memory:     {' '.join(machines)} GiB, peak on each GPU; ~ estimated, else measured"
+        f"# Memory:     {' '.join(machines)} GiB, peak on each GPU; ~ estimated, else measured",
+        "#             (written by python -m alar.study.check.header; ! does not fit)",
     ]
-    lines.append("#             (written by python -m alar.study.check.header; ! does not fit)")
     for stage in sorted(stages):
         cells = []
         for column in columns:

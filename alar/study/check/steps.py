@@ -2,8 +2,8 @@
 
 What runs is the study's own code: the latent model's forward, LoRA and masters as the trainers
 make them, FSDP with a process group that sends nothing, AdamW. All layers are alike, and so are all
-rows, so memory grows by equal amounts with each. We run models of one and of two layers on one and
-on two rows, and go on in straight lines, separately for every phase of the step, because the
+rows, so memory grows by equal amounts with each. We run models of few layers on one and on two
+rows, and go on in straight lines, separately for every phase of the step, because the
 largest phase of a small model need not be that of a large one.
 
 A row is as long as the parameters allow, with one latent block of one position. Further blocks and
@@ -58,26 +58,27 @@ class TrackedStep:
 
 def peak_bytes(step: TrackedStep) -> int:
     """Peak of the step on each GPU, its weights included."""
-    few_layers, few_rows = min(step.layers, 2), min(step.rows, 2)
-    if (few_layers, few_rows) == (step.layers, step.rows):
+    layers, rows = _few_layers(step), (1, min(step.rows, 2))
+    if (layers[1], rows[1]) == (step.layers, step.rows):
         return max(_phases(step, step.layers))
-    more_layers, more_rows = step.layers - few_layers, step.rows - few_rows
+    more_layers, more_rows = step.layers - layers[1], step.rows - rows[1]
+    corners = [_phases(replace(step, rows=r), n) for n in layers for r in rows]
     found = []
-    for phase in zip(*(_phases(replace(step, rows=r), n) for n, r in _corners(step))):
-        one, wider, deeper, both = phase  # (1 layer, 1 row), (1, 2), (2, 1), (2, 2)
+    for least, wider, deeper, both in zip(*corners):  # one phase
         by_row, by_layer = both - deeper, both - wider
-        crossed = both - wider - deeper + one  # what a layer keeps of a row
+        crossed = by_row - (wider - least)  # what each layer keeps of each row
         grown = by_row * more_rows + by_layer * more_layers + crossed * more_rows * more_layers
         found.append(both + grown)
     return max(found)
 
 
-def _corners(step: TrackedStep) -> list[tuple[int, int]]:
-    """(layers, rows) of the four small steps that stand for a large one. Where there is only one
-    layer or row, it stands twice, and nothing grows with it."""
-    return [
-        (layers, rows) for layers in (1, min(step.layers, 2)) for rows in (1, min(step.rows, 2))
-    ]
+def _few_layers(step: TrackedStep) -> tuple[int, int]:
+    """Two neighbouring depths from which on memory grows by equal amounts; equal at full depth.
+
+    FSDP gathers a layer while the one before computes, so a single layer is a case of its own.
+    """
+    fewest = min(step.layers, 2 if step.processes else 1)
+    return fewest, min(step.layers, fewest + 1)
 
 
 @cache
