@@ -137,7 +137,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     action.add_argument(
         "--test-full", action="store_true", help="the same with every combination (at most 90 min)"
     )
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.gpus and not options.check:
+        parser.error("--gpus describes GPUs for --check; add --check, or leave it out")
+    return options
 
 
 def main(argv: list[str] | None = None) -> int:

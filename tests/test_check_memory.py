@@ -36,7 +36,7 @@ def config_of(widths, num_latent=4):
 def step_of(config, **changed):
     usual = {"dtype": "float32", "rows": 1, "tokens": 512, "scored": 128, "trainable": "full"}
     named = {"family": "qwen2", "config": config.to_json_string()}
-    return steps.TrackedStep(**named | usual | changed)
+    return steps.MeasuredStep(**named | usual | changed)
 
 
 def example(tokens, scored, blocks, num_latent):

@@ -418,17 +418,21 @@ def test_check_goes_to_the_check_offline(run_all, monkeypatch, tmp_path):
     seen = {}
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(
-        check, "check_command", lambda command, root: seen.update(command=command, root=root) or 2
+        check, "check_command", lambda command, **given: seen.update(command=command, **given) or 2
     )
     monkeypatch.setattr(
         runner, "run_study", lambda *_, **__: pytest.fail("a check must not run anything")
     )
     monkeypatch.setattr(run_all, "environment", lambda **_: None)
-    assert run_all.main(["--params", "p.yaml", "--check", "--set", "rl.steps=2"]) == 2
+    given = ["--params", "p.yaml", "--set", "rl.steps=2", "--gpus", "8x80"]
+    assert run_all.main([*given, "--check"]) == 2
     assert seen == {
         "command": runner.Command(params=Path("p.yaml"), overrides=("rl.steps=2",)),
         "root": tmp_path,
+        "gpus": "8x80",
     }
+    with pytest.raises(SystemExit, match="2"):  # GPUs that are only described run nothing
+        run_all.main(given)
     assert run_all.os.environ["HF_HUB_OFFLINE"] == "1"
 
 

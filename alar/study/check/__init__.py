@@ -107,7 +107,8 @@ def memory_table(title: str, listed: Sequence[Need]) -> list[str]:
         verdict = "yes" if need.fits else f"NO: {need.remedy}"
         numbers = f"{gib(need.bytes):>7}{gib(need.capacity):>7}"
         lines.append(f"  {need.stage:<26}{numbers}  {need.source:<10} {verdict}")
-    lines.append("  GiB on each GPU; measured: a step on fake tensors; estimated: from sizes")
+    lines.append("  GiB on each GPU, or on a host without one")
+    lines.append("  measured: one step on fake tensors; estimated: from sizes and limits")
     return lines
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from alar.methods.config import SelfTraining, Tokenskip
 from alar.study.check.sizes import Size
-from alar.study.check.steps import TrackedStep, peak_bytes
+from alar.study.check.steps import MeasuredStep, peak_bytes
 from alar.study.params.sections import Experiment
 
 GIB = 2**30
@@ -110,7 +110,7 @@ def needs(
     """What the given stages ("02", …) hold on each GPU of a machine."""
     tokens = context_tokens(experiment, size, domain)
     written = min(written_tokens(experiment), tokens - 2)
-    base = TrackedStep(
+    base = MeasuredStep(
         family=size.family,
         config=size.config,
         dtype=dtype_of(experiment, machine),
@@ -157,7 +157,7 @@ def _rollouts(
     return Need(stage, weights + cache, "estimated", room, remedy)
 
 
-def _supervised(stage: str, section, base: TrackedStep, room: int, processes: int = 0) -> Need:
+def _supervised(stage: str, section, base: MeasuredStep, room: int, processes: int = 0) -> Need:
     step = replace(
         base,
         rows=section.batch_size,
@@ -178,7 +178,7 @@ def _sampled_and_trained(
     section: Tokenskip | SelfTraining,
     experiment: Experiment,
     size: Size,
-    base: TrackedStep,
+    base: MeasuredStep,
     machine: Machine,
 ) -> Iterator[Need]:
     """Needs of sampling and of training. A sample's prompt may hold exemplars, each as long as a
@@ -195,7 +195,7 @@ def _sampled_and_trained(
 
 
 def _reinforcement(
-    experiment: Experiment, size: Size, base: TrackedStep, machine: Machine
+    experiment: Experiment, size: Size, base: MeasuredStep, machine: Machine
 ) -> Iterator[Need]:
     rl = experiment.rl
     rollouts = rl.prompts_per_step * rl.group_size

@@ -32,7 +32,7 @@ UNLABELLED = -100
 
 
 @dataclass(frozen=True)
-class TrackedStep:
+class MeasuredStep:
     """What a step computes with. `config` is the latent model's, as JSON."""
 
     family: str  # "qwen2", …
@@ -56,7 +56,7 @@ class TrackedStep:
         return json.loads(self.config)["num_hidden_layers"]
 
 
-def peak_bytes(step: TrackedStep) -> int:
+def peak_bytes(step: MeasuredStep) -> int:
     """Peak of the step on each GPU, its weights included."""
     layers, rows = _few_layers(step), (1, min(step.rows, 2))
     if (layers[1], rows[1]) == (step.layers, step.rows):
@@ -72,7 +72,7 @@ def peak_bytes(step: TrackedStep) -> int:
     return max(found)
 
 
-def _few_layers(step: TrackedStep) -> tuple[int, int]:
+def _few_layers(step: MeasuredStep) -> tuple[int, int]:
     """Two neighbouring depths from which on memory grows by equal amounts; equal at full depth.
 
     FSDP gathers a layer while the one before computes, so a single layer is a case of its own.
@@ -82,7 +82,7 @@ def _few_layers(step: TrackedStep) -> tuple[int, int]:
 
 
 @cache
-def _phases(step: TrackedStep, layers: int) -> tuple[int, ...]:
+def _phases(step: MeasuredStep, layers: int) -> tuple[int, ...]:
     """The peak of each phase; of the backward pass also what is left at its end."""
     alone = nullcontext() if step.processes == 0 else fake_processes(step.processes)
     with alone, fake_tensors():
@@ -92,7 +92,7 @@ def _phases(step: TrackedStep, layers: int) -> tuple[int, ...]:
         return _training(step, model)
 
 
-def _model(step: TrackedStep, layers: int):
+def _model(step: MeasuredStep, layers: int):
     config_class, model_class = FAMILIES[step.family]
     settings = json.loads(step.config) | {"num_hidden_layers": layers}
     settings.pop("layer_types", None)  # one entry for each layer; all have full attention
@@ -100,7 +100,7 @@ def _model(step: TrackedStep, layers: int):
     return model_class(config_class(**settings)).to(getattr(torch, step.dtype))
 
 
-def _batch(step: TrackedStep, model) -> tuple[Tensor, Tensor]:
+def _batch(step: MeasuredStep, model) -> tuple[Tensor, Tensor]:
     """Real ids and labels, each (rows, tokens): text, a latent block and one more token, with loss
     on the last ones of the text.
 
@@ -116,7 +116,7 @@ def _batch(step: TrackedStep, model) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def _scored(step: TrackedStep, model, ids: Tensor, labels: Tensor) -> Tensor:
+def _scored(step: MeasuredStep, model, ids: Tensor, labels: Tensor) -> Tensor:
     """A number to differentiate: a loss, or under verl the sum of log-probs."""
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if step.latents_given:
@@ -128,7 +128,7 @@ def _scored(step: TrackedStep, model, ids: Tensor, labels: Tensor) -> Tensor:
     return model(**inputs, labels=labels).loss
 
 
-def _scoring(step: TrackedStep, model) -> int:
+def _scoring(step: MeasuredStep, model) -> int:
     tracker = PeakTracker(model.eval())
     ids, labels = _batch(step, model)
     with torch.no_grad(), tracker:
@@ -136,7 +136,7 @@ def _scoring(step: TrackedStep, model) -> int:
     return tracker.bytes
 
 
-def _training(step: TrackedStep, model) -> tuple[int, ...]:
+def _training(step: MeasuredStep, model) -> tuple[int, ...]:
     frozen = [copy.deepcopy(model).requires_grad_(False)] if step.reference else []
     wrapped = mark_trainable(
         model.train(),
