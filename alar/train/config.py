@@ -34,6 +34,8 @@ class Supervised(Section):
     lora_alpha: Count = 32
     # q, k, v and o as published, or those and the MLP's; never head and projector.
     lora_targets: Literal["attention", "all-linear"] = "attention"
+    # Activations are computed again in the backward pass: less memory, more time. Released: True.
+    gradient_checkpointing: bool = False
     # Examples of similar shape are put together among so many batches; 1 = batches as they come.
     batch_pool: Count = 16
     max_examples: CountOrNone = 0  # 0 = all

@@ -244,6 +244,8 @@ def _arguments(
         lr_scheduler_type=SCHEDULES[config.schedule],
         warmup_steps=int(config.warmup_ratio * steps),
         weight_decay=config.weight_decay,
+        gradient_checkpointing=config.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
         logging_steps=max(1, steps // 50),  # about 50 rows
         save_strategy="no",  # the caller saves
         report_to="none",

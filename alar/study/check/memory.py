@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from alar.methods.config import SelfTraining, Tokenskip
+from alar.rollout.cache import CUDA_SHARE, HOST_BUDGET
 from alar.study.check.sizes import Size
 from alar.study.check.steps import MeasuredStep, peak_bytes
 from alar.study.params.sections import Experiment
@@ -24,8 +25,6 @@ UNSEEN = 2 * GIB  # CUDA's context, workspaces of kernels, NCCL's buffers, the a
 VLLM_SHARE = 0.92  # of a GPU that vLLM takes by default
 VLLM_SHARE_IN_VERL = 0.5  # verl's own default: the trainer stays beside it
 VLLM_WORK = 4 * GIB  # activations of one step, logits, CUDA graphs
-CACHE_SHARE = 0.8  # of a GPU's free memory, which the in-process engine gives to its KV cache
-HOST_CACHE = 8 * GIB  # what it gives on a host
 SYNC = 4 * GIB  # verl's bucket of new weights, filled and being read
 KEPT_STATES = 2  # of verl's own checkpoints
 
@@ -73,22 +72,32 @@ def gib(count: float) -> str:
     return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
-def written_tokens(experiment: Experiment) -> int:
-    """Tokens that the policy may write in one trajectory."""
-    return experiment.rollout.max_turns * experiment.rollout.max_new_tokens
+def written_tokens(experiment: Experiment, *, teacher: bool = False) -> int:
+    """Tokens that the policy may write in one trajectory, or the teacher, with limits of its own."""
+    turns, tokens = experiment.rollout.max_turns, experiment.rollout.max_new_tokens
+    if teacher:
+        turns = experiment.teacher.max_turns or turns
+        tokens = experiment.teacher.max_new_tokens or tokens
+    return turns * tokens
 
 
-def observed_tokens(experiment: Experiment, domain: str) -> int:
+def observed_tokens(experiment: Experiment, domain: str, *, teacher: bool = False) -> int:
     """Tokens of the passages that one trajectory may read."""
     if domain != "search":
         return 0
+    turns = experiment.rollout.max_turns
+    if teacher:
+        turns = experiment.teacher.max_turns or turns
     # The last turn answers and observes nothing.
-    return (experiment.rollout.max_turns - 1) * experiment.retrieval.topk * PASSAGE_TOKENS
+    return (turns - 1) * experiment.retrieval.topk * PASSAGE_TOKENS
 
 
-def context_tokens(experiment: Experiment, size: Size, domain: str) -> int:
+def context_tokens(
+    experiment: Experiment, size: Size, domain: str, *, teacher: bool = False
+) -> int:
     """Tokens of the longest trajectory that the parameters and the model's positions allow."""
-    written, observed = written_tokens(experiment), observed_tokens(experiment, domain)
+    written = written_tokens(experiment, teacher=teacher)
+    observed = observed_tokens(experiment, domain, teacher=teacher)
     return min(size.positions, PROMPT_TOKENS[domain] + written + observed)
 
 
@@ -118,16 +127,22 @@ def needs(
         tokens=tokens,
         scored=written,
     )
+    # Traces, and what is trained on them, are as long as the teacher may write.
+    traced = context_tokens(experiment, size, domain, teacher=True)
+    learnt = min(written_tokens(experiment, teacher=True), traced - 2)
+    trace = replace(base, tokens=traced, scored=learnt)
     room = machine.memory - (UNSEEN if machine.gpus else 0)
-    if stages & {"02", "06"}:
-        yield _rollouts("02, 06 rollouts", experiment, size, tokens, machine)
+    if "02" in stages:
+        yield _rollouts("02 rollouts", experiment, size, traced, machine)
+    if "06" in stages:
+        yield _rollouts("06 rollouts", experiment, size, tokens, machine)
     supervised = {"03_aasd": experiment.aasd, "04_mode_warmup": experiment.warmup}
     for name, section in supervised.items():
         if name[:2] not in stages:
             continue
-        yield _supervised(name, section, base, room)
+        yield _supervised(name, section, trace, room)
         if machine.gpus > 1:
-            yield _supervised(f"{name}, torchrun", section, base, room, machine.gpus)
+            yield _supervised(f"{name}, torchrun", section, trace, room, machine.gpus)
     sampled = {"12_tokenskip": experiment.tokenskip, "13_self_training": experiment.self_training}
     for name, section in sampled.items():
         if name[:2] in stages:
@@ -151,7 +166,7 @@ def _rollouts(
         remedy = "lower rollout.max_turns or rollout.max_new_tokens"
         return Need(stage, weights + VLLM_WORK + trajectory, "estimated", room, remedy)
     room = machine.memory - (UNSEEN if machine.gpus else 0)
-    budget = int(CACHE_SHARE * max(0, room - weights)) if machine.gpus else HOST_CACHE
+    budget = int(CUDA_SHARE * max(0, room - weights)) if machine.gpus else HOST_BUDGET
     cache = max(trajectory, min(budget, experiment.rollout.batch_size * trajectory))
     remedy = "lower rollout.batch_size, or set rollout.engine: vllm"
     return Need(stage, weights + cache, "estimated", room, remedy)
@@ -164,7 +179,9 @@ def _supervised(stage: str, section, base: MeasuredStep, room: int, processes: i
         # Added rows are few: what trains with them is counted as LoRA.
         trainable="full" if section.trainable == "full" else "lora",
         lora_rank=section.lora_rank,
+        lora_targets=section.lora_targets,
         accumulates=section.gradient_accumulation > 1,
+        checkpointed=section.gradient_checkpointing,
         processes=processes,
     )
     remedy = "use a larger GPU, or train with torchrun on several (alar.study.train_stage)"
@@ -220,7 +237,7 @@ def _reinforcement(
     rows = math.ceil(math.ceil(rollouts / world) / rl.gradient_accumulation)
     # verl's actor trains with gradient checkpointing; the reference is the actor without adapters,
     # or of the same shards again.
-    step = replace(update, rows=rows, processes=world, checkpointed=True)
+    step = replace(update, rows=rows, processes=world, checkpointed=True, logprobs=True)
     shards = math.ceil(4 * size.parameters / world)  # float32
     reference = 0 if rl.trainable == "lora" else shards
     need = peak_bytes(step) + reference

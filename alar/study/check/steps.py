@@ -43,9 +43,11 @@ class MeasuredStep:
     scored: int  # of these, the ones that carry loss
     trainable: str = ""  # "full" or "lora"; "": a pass without gradients
     lora_rank: int = 1
+    lora_targets: str = "attention"
     train_projector: bool = True
     accumulates: bool = False  # are there gradients of an earlier part?
     checkpointed: bool = False
+    logprobs: bool = False  # of the labels, as verl takes them, in place of a loss
     reference: bool = False  # a second, frozen model scores the same tokens
     processes: int = 0  # over which FSDP shards; 0: the model is whole
     latents_given: bool = False  # z are fed as recorded
@@ -122,7 +124,7 @@ def _scored(step: MeasuredStep, model, ids: Tensor, labels: Tensor) -> Tensor:
     if step.latents_given:
         count = int((ids == model.config.latent_token_id).sum())
         inputs["latents"] = torch.zeros(count, model.config.hidden_size)
-    if step.processes and step.checkpointed:  # verl's way: alar/engines/verl/engine.py
+    if step.logprobs:  # verl's way: alar/engines/verl/engine.py
         shifted = labels.roll(-1, dims=1)  # (rows, tokens): the label of the next position
         return model(**inputs, shift_labels=shifted).log_probs.sum()
     return model(**inputs, labels=labels).loss
@@ -143,6 +145,7 @@ def _training(step: MeasuredStep, model) -> tuple[int, ...]:
         step.trainable,
         lora_rank=step.lora_rank,
         lora_alpha=step.lora_rank,
+        lora_targets=step.lora_targets,
         train_projector=step.train_projector,
     )
     if step.checkpointed:
