@@ -353,12 +353,20 @@ def test_the_shipped_files_say_how_to_run_them(repository, name):
 
 # Values of the scripts that the papers' authors have released: section.key → value.
 ALAR_RELEASED = {
+    "model.dtype": "bfloat16",
     "teacher.temperature": 0.0,
+    "teacher.max_turns": 10,
+    "teacher.max_new_tokens": 1024,
+    "teacher.repeated_queries": "drop",
+    "rollout.prompt": "params/prompts/search-r1.txt",
     "aasd.learning_rate": 1e-4,
     "aasd.warmup_ratio": 0.03,
+    "aasd.gradient_checkpointing": True,
     "warmup.max_examples": 20_000,
     "rl.steps": 100,
     "rl.warmup_ratio": 0.1,
+    "rl.weight_decay": 0.01,
+    "rl.returned_weights": "last",
     "rl.schedule": "constant",
     "rl.kl_coefficient": 1e-3,
     "rl.group_size": 8,
@@ -370,7 +378,17 @@ RELEASED = {
     "paper-search-3b": ALAR_RELEASED | {"rl.prompts_per_step": 32},
     "paper-search-7b": ALAR_RELEASED,
     "paper-tool-4b": ALAR_RELEASED
-    | {"teacher.temperature": 1.0, "rl.length_tolerance": 1600.0, "rollout.max_turns": 1},
+    | {
+        "teacher.temperature": 1.0,
+        "teacher.model": "Qwen/Qwen3-4B",
+        "teacher.max_turns": 0,
+        "teacher.repeated_queries": "keep",
+        "rollout.prompt": "embedded",
+        "rollout.max_turns": 1,
+        "rl.length_tolerance": 1600.0,
+        "rl.judge": "toolmind-match",
+        "rl.solved_prompts": 20_000,
+    },
     "tokenskip-math": {
         "tokenskip.lora_rank": 8,
         "tokenskip.lora_alpha": 16,
@@ -401,6 +419,8 @@ def test_paper_files_have_the_released_values(repository, name):
         values = experiment.model_dump()
         for dotted, value in RELEASED[name].items():
             section, key = dotted.split(".")
+            if key == "prompt" and value != "embedded":
+                value = str(repository / value)  # a place in the repository
             assert values[section][key] == value, dotted
 
 

@@ -73,7 +73,7 @@ def gib(count: float) -> str:
 
 
 def written_tokens(experiment: Experiment, *, teacher: bool = False) -> int:
-    """Tokens that the policy may write in one trajectory, or the teacher, with limits of its own."""
+    """Tokens that the policy may write in one trajectory, or the teacher within its own limits."""
     turns, tokens = experiment.rollout.max_turns, experiment.rollout.max_new_tokens
     if teacher:
         turns = experiment.teacher.max_turns or turns
