@@ -13,7 +13,11 @@ import json
 import os
 import shutil
 import signal
+import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -115,8 +119,19 @@ def whole(job):
     return job, rows
 
 
+def kill_the_raylet():
+    """Kill the first raylet that a job of this process starts."""
+    for _ in range(1200):  # two minutes
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if process.name() == "raylet":
+                    return process.kill()
+        time.sleep(0.1)
+
+
 def killed(job):
-    """A job whose actor is killed in its second step, started again."""
+    """A job whose Ray dies as it starts and whose actor is killed in its second step, started
+    again."""
 
     def kill_the_actor(row):
         processes = psutil.Process().children(recursive=True)
@@ -126,8 +141,11 @@ def killed(job):
                 if any("LatentActor" in part or "WorkerDict" in part for part in process.cmdline()):
                     os.kill(process.pid, signal.SIGKILL)
 
+    threading.Thread(target=kill_the_raylet).start()
     with pytest.raises(JobFailed, match="died unexpectedly") as failure:
         run_job(job, log=kill_the_actor, poll=0.1)
+    # The dead raylet did not end it: it was started once more by itself.
+    assert "raylet has died" in (Path(job.folder) / "job.log").read_text()
     assert "goes on from its last checkpoint" in str(failure.value)
     assert (job.state / "latest_checkpointed_iteration.txt").read_text() == "1"
     assert not job.checkpoint.exists()

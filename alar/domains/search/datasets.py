@@ -30,7 +30,7 @@ published_sizes = {
 
 EVALUATION_SPLITS = ("test", "dev", "train")  # the first that a set has
 ANSWER_FIELDS = ("golden_answers", "answers", "answer")  # the first that a row has
-# All that is read of a row.
+# All that is read of a question's row.
 COLUMNS = (*ANSWER_FIELDS, "question", "id", "_id", "data_source", "type", "prompt")
 
 
@@ -59,10 +59,11 @@ def load_questions(
     elif name in ("nq_hotpotqa_train", SEARCH_R1_TRAIN):
         # Its splits hold different structs in `metadata`. The library `datasets` casts all of them
         # to that of the first one and fails, so one split's file is read, without that column.
-        rows = read_rows(hub_file(str(hub or SEARCH_R1_TRAIN), f"{split or 'train'}.parquet"))
+        file = hub_file(str(hub or SEARCH_R1_TRAIN), f"{split or 'train'}.parquet")
+        rows = read_rows(file, COLUMNS)
         questions = _from_rows(rows, "nq_hotpotqa_train")
     elif Path(source).is_file():
-        questions = _from_rows(read_rows(Path(source)), Path(source).stem)
+        questions = _from_rows(read_rows(Path(source), COLUMNS), Path(source).stem)
     else:
         known = ", ".join([*published_sizes, "nq_hotpotqa_train"])
         raise DatasetError(f"{name}: neither a file nor a known set; known sets: {known}")
@@ -108,10 +109,12 @@ def hub_rows(hub: str, config: str | None, splits: Sequence[str]) -> Iterator[tu
         yield f"{hub} ({config or 'default'}, {split}), row {row}", record
 
 
-def read_rows(path: Path) -> Iterator[tuple[str, dict]]:
+def read_rows(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[str, dict]]:
     """(where, record) of each row.
 
-    `where` is file:line for JSON lines and "file, row n" for Parquet, both counted from 1.
+    `where` is file:line for JSON lines and "file, row n" for Parquet, both counted from 1. Of
+    Parquet only `columns` are read, if any are given and there: others may be large, as HotpotQA's
+    `metadata`, which has ten passages a question.
     """
     if path.suffix == ".parquet":
         import pyarrow  # only here: JSON lines do not need it
@@ -120,9 +123,8 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict]]:
         row = 0
         try:
             file = pyarrow.parquet.ParquetFile(path)
-            # Other columns may be large: HotpotQA's `metadata` has ten passages a question.
-            columns = [name for name in file.schema_arrow.names if name in COLUMNS]
-            for batch in file.iter_batches(columns=columns or None):
+            found = [name for name in file.schema_arrow.names if name in columns]
+            for batch in file.iter_batches(columns=found or None):
                 for record in batch.to_pylist():
                     row += 1
                     yield f"{path}, row {row}", record

@@ -26,6 +26,7 @@ How failures show:
     too few GPUs                 verl waits for resources, then says how many it found
     a server out of reach        the job ends with the retriever's error, which names the url
     a lost node                  the job ends with RayActorError
+    a dead raylet                the job is started once more, then ends with code 75
 
 Started again, it goes on from the last checkpoint. The log is `FOLDER/job.log`.
 """
@@ -41,9 +42,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from alar.engines.verl.data import write_prompts
@@ -54,6 +57,7 @@ from alar.rl.config import RLConfig
 from alar.rl.strategy import Strategy
 
 FOLLOWED = "--followed"  # tells the driver that `run_job` watches it
+RAY_DIED = 75  # exit code of a job that cannot go on, but may if it is started again
 TAIL = 25  # lines of the log that an error shows
 # Settings of the machines. They may differ when a job is started again.
 MACHINES = {"overrides", "gpus", "nodes", "processes", "tensor_parallel", "rollout", "threads"}
@@ -66,12 +70,29 @@ class JobFailed(RuntimeError):
 def run_job(job: Job, log: Callable[[dict], None] = print, *, poll: float = 0.5) -> Path:
     """Run a job to its end and return its checkpoint folder.
 
-    `log` gets every row of metrics, also those from before a resume. Raises VerlUnavailable without
-    verl, ValueError if the folder holds a job with other settings, and JobFailed if the job fails.
+    `log` gets every row of metrics, also those from before a resume. A job whose Ray has died is
+    started once more. Raises VerlUnavailable without verl, ValueError if the folder holds a job
+    with other settings, and JobFailed if the job fails.
     """
     require_verl()
-    folder = Path(job.folder)
+    folder, seen = Path(job.folder), 0  # rows of metrics that `log` has had
     _prepare(job, folder)
+    start, code, seen = _follow(job, log, poll, seen)
+    if code == RAY_DIED:
+        start, code, seen = _follow(job, log, poll, seen)
+    if code or not job.checkpoint.exists():
+        raise JobFailed(
+            f"the verl job in {folder} ended with code {code}. The end of"
+            f" {folder / 'job.log'}:\n{_tail(folder / 'job.log', start)}\nStarted again, it goes on"
+            f" from its last checkpoint in {job.state}"
+        )
+    return job.checkpoint
+
+
+def _follow(job: Job, log: Callable[[dict], None], poll: float, seen: int) -> tuple[int, int, int]:
+    """Run the job's process to its end. Returns where its part of the job's log starts, its exit
+    code, and how many rows of metrics `log` has had."""
+    folder = Path(job.folder)
     with (folder / "job.log").open("ab") as output:
         start = output.tell()  # bytes; a resumed job appends to the log of the first
         process = subprocess.Popen(
@@ -82,7 +103,6 @@ def run_job(job: Job, log: Callable[[dict], None] = print, *, poll: float = 0.5)
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that all processes of the job can be ended together
         )
-    seen = 0  # rows of metrics that `log` has had
     try:
         while process.poll() is None:
             time.sleep(poll)
@@ -92,14 +112,9 @@ def run_job(job: Job, log: Callable[[dict], None] = print, *, poll: float = 0.5)
     finally:
         _end(process)
     for row in _new_rows(job, seen):
+        seen += 1
         log(row)
-    if process.returncode or not job.checkpoint.exists():
-        raise JobFailed(
-            f"the verl job in {folder} ended with code {process.returncode}. The end of"
-            f" {folder / 'job.log'}:\n{_tail(folder / 'job.log', start)}\nStarted again, it goes on"
-            f" from its last checkpoint in {job.state}"
-        )
-    return job.checkpoint
+    return start, process.returncode, seen
 
 
 def verl_job(
@@ -224,6 +239,28 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+def _end_with_ray() -> threading.Event:
+    """End this job when the raylet that it has started is gone: whoever asks it then waits for
+    ever. That happens while Ray starts, where a busy machine takes over 30 seconds for a process.
+
+    Returns what to set before Ray is shut down.
+    """
+    shutting_down, own = threading.Event(), psutil.Process()
+
+    def watch():
+        while not shutting_down.wait(2.0):  # seconds
+            states = []
+            for child in own.children():
+                with suppress(psutil.NoSuchProcess):  # it has ended since
+                    states.append(child.as_dict(["name", "status"]))
+            if {"name": "raylet", "status": psutil.STATUS_ZOMBIE} in states:
+                print("Ray's raylet has died: see the logs of its session", file=sys.stderr)
+                os._exit(RAY_DIED)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return shutting_down
+
+
 def drive(path: str, *options: str) -> None:
     """The driver of a job. It composes verl's configuration, starts or joins Ray, runs the task."""
     require_verl()
@@ -239,12 +276,14 @@ def drive(path: str, *options: str) -> None:
 
     # As an exception, so that `finally` runs. 143 = 128 + SIGTERM, as a shell reports it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    shutting_down = _end_with_ray()
     try:
         config = compose(job)
         if os.environ.get("RAY_ADDRESS"):  # a running cluster has its own resources
             config.ray_kwargs.ray_init = {"runtime_env": config.ray_kwargs.ray_init.runtime_env}
         run_ppo(config, task_runner_class=ray.remote(num_cpus=1)(LatentTaskRunner))
     finally:
+        shutting_down.set()
         ray.shutdown()
 
 

@@ -156,6 +156,8 @@ def environment_variables(job: Job) -> dict[str, str]:
             # Seconds. Ray and verl take long to import on a busy machine.
             "RAY_worker_register_timeout_seconds": "600",
             "RAY_raylet_start_wait_time_s": "600",
+            # Ray's own agent has 30 seconds to start. A worker for each CPU would start beside it.
+            "RAY_prestart_worker_first_driver": "0",
         }
     return variables
 
