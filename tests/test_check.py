@@ -203,7 +203,7 @@ def test_tokenskip_on_math_lacks_its_base_its_dataset_and_the_scorer_of_words(ex
         ("paper-baselines-3b.yaml", "search"),
         ("paper-baselines-7b.yaml", "search"),
         ("paper-baselines-4b.yaml", "tool"),
-        ("paper-k.yaml", "search"),
+        pytest.param("paper-k.yaml", "search", marks=pytest.mark.full),  # five variants
     ],
 )
 def test_a_paper_file_lists_what_is_missing_and_connects_to_the_retrieval_server_alone(

@@ -30,7 +30,7 @@ from alar.methods.length_rewards import (
     think_prune,
     write_references,
 )
-from alar.model import from_base
+from alar.model import embedded, from_base
 from alar.protocol import SEARCH, Trusted
 from alar.records import Origin
 from alar.rl.config import RLConfig
@@ -317,8 +317,8 @@ def test_a_whole_training_notes_the_tokens_that_it_was_over(shipped, tmp_path, m
 def test_a_job_for_verl_carries_the_reward_and_refuses_what_verl_cannot_sample(tmp_path):
     def job(reward):
         strategy = length_grpo(reward, CONFIG)
-        folder = str(tmp_path)
-        return Job(folder, folder, prompts="", validation="", rl=CONFIG, strategy=strategy)
+        model, folder = str(embedded("search")), str(tmp_path)
+        return Job(model, folder, prompts="", validation="", rl=CONFIG, strategy=strategy)
 
     ours = job(ThinkPrune(token_limit=77))
     assert Job.read(ours.save()) == ours

@@ -34,7 +34,7 @@ from alar.engines.verl.launch import JobFailed, run_job, verl_job
 from alar.engines.verl.settings import hydra_values, refuse_wrong
 from alar.files import read_jsonl
 from alar.methods.logprob import LogProbReward
-from alar.model import from_base, load, save
+from alar.model import embedded, from_base, load, save
 from alar.rl.config import RLConfig
 from alar.rl.strategy import Sampler, ar_grpo
 from alar.rl.trainer import ARGRPO
@@ -379,7 +379,8 @@ def test_group_size_clip_high_and_weight_decay_reach_verl_and_its_loss():
     import alar.engines.verl.loss  # noqa: F401  registers it
 
     rl = changed(group_size=16, clip_low=0.1, clip_high=0.28, weight_decay=0.01)
-    job = Job(model="", folder="x", prompts="", validation="", rl=rl, strategy=ar_grpo(rl))
+    model = str(embedded("search"))
+    job = Job(model=model, folder="x", prompts="", validation="", rl=rl, strategy=ar_grpo(rl))
     values = {
         key.removeprefix("actor_rollout_ref."): value for key, value in hydra_values(job).items()
     }
