@@ -23,8 +23,8 @@ class Supervised(Section):
     learning_rate: Rate = 5e-4
     epochs: Annotated[float, Field(gt=0)] = 1.5
     max_steps: CountOrNone = 0  # instead of so many epochs; 0 = as the epochs say
-    batch_size: Count = 16  # of one process: P processes see P times as many examples a step
-    gradient_accumulation: Count = 1
+    batch_size: Count = 16  # of one process
+    gradient_accumulation: Count = 1  # batches of a step; several processes share them
     warmup_ratio: Share = 0.03  # of the steps, in which the rate rises
     schedule: Literal["cosine", "linear", "constant"] = "cosine"  # of the rate after them
     weight_decay: Annotated[float, Field(ge=0)] = 0.0

@@ -241,7 +241,8 @@ def _reinforcement(
     shards = math.ceil(4 * size.parameters / world)  # float32
     reference = 0 if rl.trainable == "lora" else shards
     need = peak_bytes(step) + reference
-    yield Need("05 update, verl", need, "measured", room, f"{remedy}, or use more GPUs")
+    source = "estimated" if reference else "measured"  # its shards are not part of the step
+    yield Need("05 update, verl", need, source, room, f"{remedy}, or use more GPUs")
     # During rollouts the trainer's shards and states lie beside vLLM, which has its own share.
     trained = size.trainable(rl.trainable, rl.lora_rank, projector=rl.train_projector)
     beside = shards + reference + math.ceil(8 * trained / world) + SYNC
